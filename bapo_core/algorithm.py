@@ -37,8 +37,8 @@ from bapo_core.reasons import ComposedBatch, explain_composition
 from bapo_core.response_replay import (
     StoredResponse,
     add_responses,
+    becomes_mixed,
     choose_responses,
-    is_mixed,
     receives_responses,
     without_first,
 )
@@ -77,6 +77,7 @@ def compose(config: RunConfig, state: StepState) -> Composition:
     """
     r_tot = _compute_r_tot(config, state)
     window = _compute_window(config, r_tot)
+    selects_mixed = config.replay.select == "mixed"
     responses = _choose_responses(config, state)
     joined = {group.group_id for group in state.fresh if _is_joined(config, state, group)}
     x1 = _filter_fresh(config, state, responses, joined)
@@ -84,13 +85,15 @@ def compose(config: RunConfig, state: StepState) -> Composition:
     candidates: list[GroupSummary] = []
     if config.replays_at(state.step):
         max_age = config.high_quality_buffer.max_age
-        candidates = eligible_high(state.high, step=state.step, window=window, max_age=max_age)
+        limits = None if selects_mixed else window
+        candidates = eligible_high(state.high, step=state.step, window=limits, max_age=max_age)
     batch = build_batch(
         x1,
         x2,
         candidates,
         capacity=config.batch_capacity,
         window=window,
+        selects_mixed=selects_mixed,
         c1=config.reevaluate.c1 if config.reevaluate.rule == "paper" else None,
         rng=derive_rng(config.seed, "batch", state.step),
         dedup=config.batch.dedup,
@@ -120,7 +123,11 @@ def _compute_r_tot(config: RunConfig, state: StepState) -> float:
 
 
 def _compute_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
-    """Returns the accuracies of groups that are stored and replayed: [c2, c3], or all mixed."""
+    """Returns the accuracies of groups that are stored and replayed: [c2, c3].
+
+    Under `replay.select: mixed` no window chooses groups; it returns the accuracies that mixed
+    groups have while rewards are 1 and 0.
+    """
     if config.replay.select == "mixed":
         size = config.rollout.group_size
         return 1 / size, (size - 1) / size
@@ -136,8 +143,9 @@ def _filter_fresh(
 ) -> list[GroupSummary]:
     """Applies the online filter (A.3) to the fresh groups; what it keeps is X1.
 
-    A group is mixed if it is so together with the responses that join it. responses: replayed
-    responses by group id. joined: ids of the groups that a demonstration joins.
+    Under `range`, these are the groups that are mixed, or become so by the responses that join
+    them. responses: replayed responses by group id. joined: ids of the groups that a demonstration
+    joins.
     """
     fresh, settings = state.fresh, config.fresh
     rng = derive_rng(config.seed, "filter", state.step)
@@ -149,7 +157,7 @@ def _filter_fresh(
             kept |= {
                 group.group_id
                 for group in fresh
-                if is_mixed(
+                if becomes_mixed(
                     group,
                     compared.get(group.group_id, ()),
                     demonstrated=group.group_id in joined,
@@ -287,7 +295,7 @@ def settle(
         change = admit_high(
             state.high,
             [*state.fresh, *stored],
-            window=window,
+            window=None if config.replay.select == "mixed" else window,
             capacity=config.high_quality_buffer.capacity,
             max_age=config.high_quality_buffer.max_age,
             step=state.step,

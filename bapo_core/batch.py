@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from bapo_core.buffers import Dedup, dedup_key
-from bapo_core.thresholds import above, within
+from bapo_core.buffers import Dedup, Window, dedup_key, is_replayable
+from bapo_core.thresholds import above
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
 
 
@@ -17,6 +17,7 @@ def build_batch(
     *,
     capacity: int,
     window: tuple[float, float],
+    selects_mixed: bool = False,
     c1: float | None,
     rng: random.Random,
     dedup: Dedup = "prompt",
@@ -28,13 +29,14 @@ def build_batch(
     candidates: eligible entries of B_high, of which min(len, room) are drawn uniformly without
         replacement to be X3 (Eq. 7); they keep their order.
     window: the replay window (c2, c3), which every candidate's mu must be in.
-    c1: every re-evaluated group must have c1 < mu < 1 (Eq. 6); None under a promotion rule other
-        than the paper's.
+    selects_mixed: whether candidates must be mixed instead, whatever their mu (DOTS).
+    c1: every re-evaluated group must be mixed and have mu > c1 (Eq. 6); None under a promotion rule
+        other than the paper's.
 
     A dedup key appears once, in the first source that has it. A batch is never padded. Raises
     `ValueError` for a group outside of its thresholds.
     """
-    _check_candidates(candidates, window)
+    _check_candidates(candidates, None if selects_mixed else window)
     if c1 is not None:
         _check_promoted(reevaluated, c1)
 
@@ -73,20 +75,25 @@ def _draw(groups: Sequence[GroupSummary], room: int, rng: random.Random) -> list
     return [groups[index] for index in sorted(drawn)]
 
 
-def _check_candidates(candidates: Sequence[GroupSummary], window: tuple[float, float]) -> None:
+def _check_candidates(candidates: Sequence[GroupSummary], window: Window) -> None:
     for group in candidates:
-        if not within(group.accuracy, *window):
+        if not is_replayable(group, window):
+            reason = (
+                "equal rewards"
+                if window is None
+                else f"accuracy {group.accuracy}, outside the replay window {window}"
+            )
             raise ValueError(
-                f"candidate group {group.group_id} has accuracy {group.accuracy}, outside "
-                f"the replay window {window}; choose candidates with buffers.eligible_high"
+                f"candidate group {group.group_id} has {reason}; choose candidates with "
+                "buffers.eligible_high"
             )
 
 
 def _check_promoted(reevaluated: Sequence[GroupSummary], c1: float) -> None:
     for group in reevaluated:
-        if not (above(group.accuracy, c1) and group.correct < group.size):
+        if not (above(group.accuracy, c1) and group.mixed):
             raise ValueError(
                 f"re-evaluated group {group.group_id} has accuracy {group.accuracy}, not in "
-                f"({c1}, 1); choose X2 with buffers.promoted, and pass c1=None unless its rule "
-                "is 'paper'"
+                f"({c1}, 1), or equal rewards; choose X2 with buffers.promoted, and pass c1=None "
+                "unless its rule is 'paper'"
             )

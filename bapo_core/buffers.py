@@ -36,6 +36,8 @@ class EvictionReason(StrEnum):
 
 
 Evicted = list[tuple[GroupSummary, EvictionReason]]
+Window = tuple[float, float] | None
+"""The replay window (c2, c3), or None where all mixed groups are stored and replayed (DOTS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +146,16 @@ def promoted(
     `paper`: c1 < mu_new < 1 (Eq. 6). `improved_window`: mu_stored < mu_new < 1, so 0 -> 1/8 counts
     too. `any_gain`: mu_stored < mu_new, so mu_new = 1 counts too, with its zero advantages
     (authors' code).
+
+    mu_new < 1 keeps out groups without advantages, and is read as: the rewards differ. Given
+    mu_new > 0, it is the same for rewards of 1 and 0.
     """
     improved = above(new.accuracy, stored.accuracy)
     if rule == "any_gain":
         return improved
     if rule == "improved_window":
-        return improved and new.correct < new.size
-    return above(new.accuracy, c1) and new.correct < new.size
+        return improved and new.mixed
+    return above(new.accuracy, c1) and new.mixed
 
 
 def evict_solved(
@@ -170,11 +175,16 @@ def evict_solved(
 # ---- the high-quality buffer, B_high ------------------------------------------------------------
 
 
+def is_replayable(group: GroupSummary, window: Window) -> bool:
+    """Whether a group may be stored and replayed: c2 <= mu <= c3 (Eq. 7), or mixed if None."""
+    return group.mixed if window is None else within(group.accuracy, *window)
+
+
 def admit_high(
     entries: Sequence[GroupSummary],
     fresh: Sequence[GroupSummary],
     *,
-    window: tuple[float, float],
+    window: Window,
     capacity: int,
     max_age: int | None,
     step: int,
@@ -182,7 +192,7 @@ def admit_high(
 ) -> BufferChange:
     """Inserts the step's unfiltered fresh groups with c2 <= mu <= c3 into B_high (FIFO).
 
-    Entries that have become too old are evicted. window: the replay window (c2, c3) of the step.
+    Entries that have become too old are evicted. window: the replay window of the step.
     Raises `ValueError` if a group of `fresh` is not of `step`.
     """
     for group in fresh:
@@ -192,20 +202,21 @@ def admit_high(
                 "being committed; pass only the groups of this step"
             )
     expired = find_expired(entries, step=step, max_age=max_age)
-    medium = [group for group in fresh if within(group.accuracy, *window)]
+    medium = [group for group in fresh if is_replayable(group, window)]
     change = admit(_without(entries, expired), medium, capacity=capacity, dedup=dedup)
     return BufferChange(change.admitted, [*expired, *change.evicted])
 
 
 def eligible_high(
-    entries: Sequence[GroupSummary], *, step: int, window: tuple[float, float], max_age: int | None
+    entries: Sequence[GroupSummary], *, step: int, window: Window, max_age: int | None
 ) -> list[GroupSummary]:
     """Returns the candidates for X3 at `step`: recent entries with c2 <= mu <= c3 (Eq. 7).
 
-    The window is that of `step`: an entry admitted under an earlier window may be outside of it.
+    Without a window, they are the recent entries that are mixed. The window is that of `step`: an
+    entry admitted under an earlier window may be outside of it.
     """
     recent = eligible(entries, step=step, max_age=max_age)
-    return [entry for entry in recent if within(entry.accuracy, *window)]
+    return [entry for entry in recent if is_replayable(entry, window)]
 
 
 def _without(entries: Sequence[GroupSummary], evicted: Evicted) -> list[GroupSummary]:

@@ -13,7 +13,10 @@ from bapo_core.types import GroupSummary
 
 
 def range_filter(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
-    """Keeps groups with 1/G <= mu <= (G-1)/G; others have zero advantages (first part of Eq. 5)."""
+    """Keeps groups whose rewards differ; the others have zero advantages (first part of Eq. 5).
+
+    For rewards of 1 and 0, these are the groups with 1/G <= mu <= (G-1)/G.
+    """
     return [group for group in groups if group.mixed]
 
 
@@ -24,7 +27,10 @@ def gaussian_filter(
     sigma: float = 0.2,
     rng: random.Random,
 ) -> list[GroupSummary]:
-    """Keeps each mixed group with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3)."""
+    """Keeps each mixed group with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3).
+
+    mu is the share of correct responses, whatever their rewards.
+    """
 
     def accepted(group: GroupSummary) -> bool:
         distance = (group.accuracy - mean) / sigma

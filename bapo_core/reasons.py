@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapo_core.buffers import dedup_key
+from bapo_core.buffers import dedup_key, is_replayable
 from bapo_core.composition import Decision, Decisions, Outcome, StepState
 from bapo_core.config import RunConfig
-from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 
 _NAMES = {Source.FRESH: "fresh", Source.REEVALUATED: "re-evaluated", Source.REPLAYED: "replayed"}
@@ -88,9 +87,7 @@ class _Explainer:
                 reason = f"{_score(group)}: removed by the online filter (fresh.filter = {name})"
                 # The uniform filter does not depend on the rewards.
                 if not group.mixed and name != "uniform":
-                    reason += (
-                        ", because a group with equal rewards has no advantage and no gradient"
-                    )
+                    reason += f", because {self._explain_equal_rewards()}"
                 elif name in ("gaussian", "uniform"):
                     reason += ", which keeps groups at random"
             decisions[group.prompt_uid] = Decision(Source.FRESH, outcome, reason, group)
@@ -129,7 +126,10 @@ class _Explainer:
                 decision = Decision(Source.REEVALUATED, outcome, not_sampled, stored)
                 decisions[stored.prompt_uid] = decision
                 continue
-            change = f"accuracy {stored.accuracy:g} when stored, {group.accuracy:g} re-evaluated"
+            change = (
+                f"accuracy {stored.accuracy:g} when stored, {group.accuracy:g} re-evaluated"
+                f"{_describe_rewards(group)}"
+            )
             if group.group_id in used:
                 outcome, reason = "used", change
             elif group.group_id in promoted:
@@ -172,21 +172,23 @@ class _Explainer:
         candidates = {entry.group_id for entry in self._composed.candidates}
         counts = batch.counts
         room = config.batch_capacity - counts[Source.FRESH] - counts[Source.REEVALUATED]
-        name = (
-            "the mixed rewards" if config.replay.select == "mixed" else "the replay window [c2, c3]"
-        )
-        window = f"{name} = [{batch.window[0]:.3f}, {batch.window[1]:.3f}]"
+        limits = None if config.replay.select == "mixed" else batch.window
+        window = f"the replay window [c2, c3] = [{batch.window[0]:.3f}, {batch.window[1]:.3f}]"
+        inside, outside = f"within {window}", f"outside {window}"
+        if limits is None:
+            inside = "with different rewards (replay.select = mixed)"
+            outside = "with equal rewards (replay.select = mixed)"
         not_sampled = (
-            f"not sampled: {self._count_candidates()} entries within {window} had no group in the "
+            f"not sampled: {self._count_candidates()} entries {inside} had no group in the "
             f"batch yet, and {room} of them were drawn for the places left"
         )
         decisions: dict[str, Decision] = {}
         for entry in self._state.high:
             outcome: Outcome = "not_used"
             if entry.group_id in used:
-                outcome, reason = "used", f"{_score(entry)}, within {window}"
-            elif not within(entry.accuracy, *batch.window):
-                reason = f"{_score(entry)}, outside {window}"
+                outcome, reason = "used", f"{_score(entry)}, {inside}"
+            elif not is_replayable(entry, limits):
+                reason = f"{_score(entry)}, {outside}"
             elif entry.group_id not in candidates:
                 max_age = config.high_quality_buffer.max_age
                 reason = f"{_score(entry)}: too old (replay.buffer.max_age = {max_age} steps)"
@@ -231,6 +233,15 @@ class _Explainer:
             for uid, texts in counts.items()
         }
 
+    def _explain_equal_rewards(self) -> str:
+        reward = self._config.reward
+        if reward.overlong_share and reward.overlong_weight:
+            return (
+                "its rewards are equal without the punishment of length, which the filter does not "
+                "count"
+            )
+        return "a group with equal rewards has no advantage and no gradient"
+
     def _no_place(self, group: GroupSummary) -> str:
         """Explains why a group that passed the rules of its source has no place in the batch."""
         source = self._source_of.get(group.prompt_uid)
@@ -241,4 +252,15 @@ class _Explainer:
 
 
 def _score(group: GroupSummary) -> str:
-    return f"{group.correct} of {group.size} correct at step {group.step}"
+    result = f"{group.correct} of {group.size} correct at step {group.step}"
+    return f"{result}{_describe_rewards(group)}"
+
+
+def _describe_rewards(group: GroupSummary) -> str:
+    """Returns the range of a group's rewards, where k of G correct does not tell it."""
+    lowest, highest = group.lowest_reward, group.highest_reward
+    if lowest is None or highest is None or group.mixed == (0 < group.correct < group.size):
+        return ""
+    if group.mixed:
+        return f", with rewards from {lowest:g} to {highest:g}"
+    return f", with equal rewards of {lowest:g}"

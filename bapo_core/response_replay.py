@@ -101,16 +101,18 @@ def _largest_variance(rewards: Sequence[float], count: int) -> list[int]:
     return subset(max(range(count + 1), key=score))
 
 
-def is_mixed(
+def becomes_mixed(
     group: GroupSummary, chosen: Sequence[StoredResponse], *, demonstrated: bool = False
 ) -> bool:
-    """Returns whether a fresh group and the chosen responses include correct and wrong ones.
+    """Returns whether what joins a fresh group of equal rewards makes it mixed.
 
-    If they replace some of a group that is mixed itself, the result is taken to be mixed, too.
-    demonstrated: whether a demonstration, which is correct, joins them.
+    It does if some of all responses are then correct and others are not.
+    chosen: replayed responses that join it. demonstrated: whether a demonstration, which is
+    correct, joins it.
     """
+    joining = len(chosen) + demonstrated
     correct = group.correct + sum(response.correct for response in chosen) + demonstrated
-    return 0 < correct < group.size + len(chosen) + demonstrated
+    return joining > 0 and 0 < correct < group.size + joining
 
 
 def without_first(member: BatchMember, count: int) -> BatchMember:

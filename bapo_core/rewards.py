@@ -1,7 +1,7 @@
 """The reward of a response is the weighted sum of parts that the verifier and its length give.
 
-Difficulty does not depend on it: the accuracy k/G of a group counts the responses whose verdict is
-`ok`, whatever their reward.
+Whether the rewards of a group differ decides whether it has advantages. Difficulty is another
+matter: the accuracy k/G of a group counts correct responses (`task.solved_at`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,18 @@ def total_reward(parts: Mapping[str, float], settings: RewardConfig) -> float:
 
     R = wrong + (correct - wrong) answer + sum_p weight_p part_p + overlong_weight overlong
     """
-    reward = settings.wrong + (settings.correct - settings.wrong) * parts[ANSWER]
-    reward += sum(weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
+    reward = reward_without_length(parts, settings)
     return reward + settings.overlong_weight * parts.get(OVERLONG, 0.0)
+
+
+def reward_without_length(parts: Mapping[str, float], settings: RewardConfig) -> float:
+    """Returns the reward of a response with these parts, without the punishment of length.
+
+    A group whose rewards differ by this punishment alone is not mixed: the filter of DAPO (arXiv
+    2503.14476, Eq. 11) compares answers.
+    """
+    reward = settings.wrong + (settings.correct - settings.wrong) * parts.get(ANSWER, 0.0)
+    return reward + sum(weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
 
 
 def overlong_punishment(tokens: int, max_tokens: int, share: float) -> float:

@@ -50,7 +50,8 @@ def improvement_constants(
 
     X1: (G-1)/G^2, at mu = 1/G. X2: c1 (1 - c1), which is the smallest variance only while
     mu_new <= 1 - c1 (true on the grid for G = 8, c1 = 1/8). X3: the smaller one at c2 and c3.
-    They are constants for reports; a bound takes the variance of each group instead.
+    They hold for rewards of 1 and 0, as the theorem does, and are constants for reports; a bound
+    takes the variance of each group instead.
     """
     smallest_variances = (
         (group_size - 1) / group_size**2,

@@ -40,6 +40,11 @@ class GroupSummary:
     """G, the number of responses."""
     policy_version: int = 0
     """The version of the policy that sampled the responses."""
+    lowest_reward: float | None = None
+    """Lowest reward of the responses, without the punishment of length. It is None, as the highest
+    is, where it is not recorded: rewards then count as 1 for correct responses and 0 for others."""
+    highest_reward: float | None = None
+    """Highest reward of the responses, without the punishment of length."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.correct <= self.size or self.size < 1:
@@ -55,8 +60,13 @@ class GroupSummary:
 
     @property
     def mixed(self) -> bool:
-        """Whether 1/G <= mu <= (G-1)/G, so that the group has advantages and a gradient."""
-        return 0 < self.correct < self.size
+        """Whether the rewards differ, so that the group has advantages and a gradient.
+
+        For rewards of 1 and 0, this is 1/G <= mu <= (G-1)/G.
+        """
+        if self.lowest_reward is None or self.highest_reward is None:
+            return 0 < self.correct < self.size
+        return self.lowest_reward < self.highest_reward
 
 
 @dataclass(frozen=True, slots=True)

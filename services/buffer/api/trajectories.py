@@ -234,7 +234,8 @@ class GroupRows:
     correct: k, number of correct responses. token_count: number of response tokens. mean_reward:
     mean reward of the responses. reward_parts: mean of each part of the reward, where a response
     without the part counts as 0. verdicts: whether each response is correct. answers: the answer of
-    each response, as in `TrajectoryResponse`. rewards: the reward of each response. mean_logprobs:
+    each response, as in `TrajectoryResponse`. rewards: the reward of each response. parts: the
+    parts of the reward of each response. mean_logprobs:
     the mean log-prob of the tokens of each response. outcomes: number of responses of each outcome.
     repeated: how often responses were sampled or scored again, by cause. cut_off: number of
     responses that reached the largest number of tokens.
@@ -251,6 +252,7 @@ class GroupRows:
     verdicts: list[bool]
     answers: list[str | None]
     rewards: list[float]
+    parts: list[dict[str, float]]
     mean_logprobs: list[float]
     outcomes: dict[str, int]
     repeated: dict[str, int]
@@ -301,7 +303,8 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
     is_correct = rows.numbers("correct")
     correct = np.add.reduceat(is_correct.astype(int), rows.starts).tolist()
     mean_rewards = (np.add.reduceat(rewards.astype(float), rows.starts) / counts).tolist()
-    parts = rows.mean_parts(np.array(counts))
+    mean_parts = rows.mean_parts(np.array(counts))
+    parts = [dict(of_response) for of_response in rows.column("reward_parts").to_pylist()]
     token_counts = np.add.reduceat(tokens, rows.starts).tolist()
     starts = rows.starts.tolist()
     values = rows.column("logprobs").flatten().to_numpy(zero_copy_only=False).astype(float)
@@ -318,10 +321,11 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
             correct,
             token_counts,
             mean_rewards,
-            parts,
+            mean_parts,
             [verdicts[of_group] for of_group in slices],
             [answers[of_group] for of_group in slices],
             [rewards[of_group].tolist() for of_group in slices],
+            [parts[of_group] for of_group in slices],
             [mean_logprobs[of_group].tolist() for of_group in slices],
             [dict(Counter(outcomes[of_group])) for of_group in slices],
             [_add_counts(repeated[of_group]) for of_group in slices],

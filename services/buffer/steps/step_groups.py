@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from sqlalchemy import func, select
 
 from bapo_core.config import RunConfig
+from bapo_core.config.rollouts import RewardConfig
 from bapo_core.metrics import majority_at_k, sample_counts
+from bapo_core.rewards import reward_without_length
 from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
 from services.buffer.steps.step_state import reevaluated_entries
@@ -19,7 +22,11 @@ from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
 from services.common.problems import bad_request, conflict
 
-IS_MIXED = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
+IS_MIXED = func.coalesce(
+    RolloutGroup.lowest_reward < RolloutGroup.highest_reward,
+    RolloutGroup.correct.between(1, RolloutGroup.size - 1),
+)
+"""Whether the rewards of a group differ (`GroupSummary.mixed`)."""
 
 
 class ExpectedPrompt(NamedTuple):
@@ -131,6 +138,7 @@ def record_groups(
     for group in groups:
         if group.prompt_uid not in expected:
             raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
+    compared = [_compared_rewards(group, run.config.reward) for group in groups]
     keeps_responses = kind != "evaluation" and run.config.response_replay.groups != "off"
     insert_columns(
         run.session,
@@ -150,6 +158,8 @@ def record_groups(
             "size": [group.row_count for group in groups],
             "accuracy": [group.correct / group.row_count for group in groups],
             "mean_reward": [group.mean_reward for group in groups],
+            "lowest_reward": [min(rewards) for rewards in compared],
+            "highest_reward": [max(rewards) for rewards in compared],
             "reward_parts": [json.dumps(group.reward_parts) for group in groups],
             "row_start": [group.row_start for group in groups],
             "row_count": [group.row_count for group in groups],
@@ -161,6 +171,16 @@ def record_groups(
             "responses": [_responses(group) if keeps_responses else None for group in groups],
         },
     )
+
+
+def _compared_rewards(group: GroupRows, settings: RewardConfig) -> list[float]:
+    """Returns the reward of each response without the punishment of length.
+
+    Rewards are float32, as the trainer compares them.
+    """
+    if not settings.overlong_share:
+        return group.rewards
+    return [float(np.float32(reward_without_length(parts, settings))) for parts in group.parts]
 
 
 def _responses(group: GroupRows) -> str:

@@ -24,6 +24,8 @@ SUMMARY_COLUMNS = (
     RolloutGroup.correct,
     RolloutGroup.size,
     RolloutGroup.policy_version,
+    RolloutGroup.lowest_reward,
+    RolloutGroup.highest_reward,
 )
 """The fields of a `GroupSummary`, in their order."""
 

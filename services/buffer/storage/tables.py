@@ -288,6 +288,11 @@ class RolloutGroup(Base):
     """mu = k / G."""
     mean_reward: Mapped[float]
     """Mean reward of the responses, any number; the accuracy while rewards are 0 or 1."""
+    lowest_reward: Mapped[float | None]
+    """Lowest reward of the responses, without the punishment of length; null in groups of versions
+    before 0.3, whose rewards count as 1 for correct responses and 0 for others."""
+    highest_reward: Mapped[float | None]
+    """Highest reward of the responses, without the punishment of length; null as above."""
     reward_parts: Mapped[dict[str, Any]]
     """Mean of each part of the reward, by name and without weights (`bapo_core.rewards`)."""
     outcomes: Mapped[dict[str, Any]]
@@ -403,7 +408,8 @@ class StepRecord(Base):
     Groups with c2 <= mu <= c3 may be replayed (Eq. 7)."""
     counts: Mapped[dict[str, Any]]
     """Groups in the batch by source (`fresh`, `reevaluated`, `replayed`), and groups generated:
-    `rolled_out` (fresh, before the filter) and `reevaluated_total` (before promotion)."""
+    `rolled_out` (fresh, before the filter), `mixed` (of these, with rewards that differ) and
+    `reevaluated_total` (before promotion)."""
     supervised: Mapped[list[Any] | None]
     """Groups of the hard buffer (`group_id`, `prompt_uid`) whose demonstrations the step has a
     supervised update on; null in batches of versions before 0.3."""

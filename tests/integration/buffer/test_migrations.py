@@ -126,6 +126,8 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute("update step_record set decisions = null, supervised = null")
         # How many of its responses were cut off is not known.
         connection.execute("update rollout_group set cut_off = null")
+        # The range of the rewards of a group is not known.
+        connection.execute("update rollout_group set lowest_reward = null, highest_reward = null")
         # It has no majority votes either.
         connection.execute("update rollout_group set majority = null")
         connection.execute("update evaluation set majority = null")

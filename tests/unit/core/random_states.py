@@ -90,8 +90,18 @@ def random_state(config: RunConfig, seed: int) -> StepState:
     uids = [f"prompt:{number}" for number in range(rng.randint(14, 30))]
     ids = iter(range(1, 10_000))
 
+    rewards = rng.choice(["not recorded", "1 and 0", "real", "real"])
+
     def group(uid: str, at: int, correct: int) -> GroupSummary:
-        return GroupSummary(next(ids), uid, at, correct, size, max(1, at - rng.randint(0, 2)))
+        bounds: tuple[float | None, float | None] = (None, None)
+        if rewards == "1 and 0":
+            bounds = (float(correct == size), float(correct > 0))
+        elif rewards == "real":
+            # Correct responses may have equal rewards, and wrong ones different rewards.
+            lowest = rng.choice([-0.5, 0.0, 0.7])
+            bounds = (lowest, rng.choice([lowest, lowest + 0.4]))
+        version = max(1, at - rng.randint(0, 2))
+        return GroupSummary(next(ids), uid, at, correct, size, version, *bounds)
 
     def any_count() -> int:
         return rng.choice([0, 0, 1, size, rng.randint(0, size), rng.randint(0, size)])
@@ -103,7 +113,7 @@ def random_state(config: RunConfig, seed: int) -> StepState:
         for at in sorted(rng.choices(range(1, step), k=rng.choice([0, 4, 8, 10])))
     ]
     high = [
-        group(rng.choice(uids), at, rng.randint(1, size - 1))
+        group(rng.choice(uids), at, rng.randint(rewards != "real", size - (rewards != "real")))
         for at in sorted(rng.choices(range(1, step), k=rng.randint(0, 9)))
     ]
     if config.batch.dedup == "prompt":

@@ -12,8 +12,10 @@ import pytest
 
 from bapo_core import algorithm
 from bapo_core.algorithm import StepState
-from bapo_core.buffers import BufferChange
+from bapo_core.buffers import BufferChange, promoted
 from bapo_core.config import RunConfig
+from bapo_core.filters import gaussian_filter, range_filter
+from bapo_core.response_replay import becomes_mixed
 from bapo_core.types import GroupSummary
 from tests.unit.core import transcription
 from tests.unit.core.random_states import VARIANTS, random_state, small_configs
@@ -87,8 +89,8 @@ MUTATIONS = {
     "the uniform filter keeps all": ("fraction=settings.uniform_fraction", "fraction=1.0"),
     "the Gaussian filter has no mean": ("mean=mean", "mean=0.0"),
     "replay has no age": (
-        "window=window, max_age=max_age)",
-        "window=window, max_age=None)",
+        "window=limits, max_age=max_age)",
+        "window=limits, max_age=None)",
     ),
     "replay begins a step later": (
         "if config.replays_at(state.step):",
@@ -114,6 +116,14 @@ MUTATIONS = {
     "r_tot forgets B_bad": ("buffer=[*state.hard, *state.high]", "buffer=state.high"),
     "r_tot forgets the step before": ("previous=state.r_tot_before", "previous=None"),
     "the mixed window has all groups": ("1 / size, (size - 1) / size", "0.0, 1.0"),
+    "mixed groups are replayed by their accuracy": (
+        "limits = None if selects_mixed else window",
+        "limits = window",
+    ),
+    "mixed groups are stored by their accuracy": (
+        'window=None if config.replay.select == "mixed" else window',
+        "window=window",
+    ),
     "the window does not move": ("settings.direction)", '"fixed")'),
     "promotion is the paper's": ("rule=settings.rule", 'rule="paper"'),
     "promotion compares with the oldest entry": (
@@ -165,3 +175,46 @@ def test_a_mutated_rule_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source.replace(right, wrong), module.__name__, "exec"), vars(module))
     assert any(find_difference(module, config, state) for _, config, state in CASES)
+
+
+CORRECT_AND_WRONG = "0 < {0}.correct < {0}.size"
+HELPER_MUTATIONS = {
+    "the range filter counts correct responses": (
+        range_filter,
+        "if group.mixed]",
+        f"if {CORRECT_AND_WRONG.format('group')}]",
+    ),
+    "the Gaussian filter counts correct responses": (
+        gaussian_filter,
+        "if group.mixed and",
+        f"if {CORRECT_AND_WRONG.format('group')} and",
+    ),
+    "promotion counts correct responses": (
+        promoted,
+        "c1) and new.mixed",
+        "c1) and new.correct < new.size",
+    ),
+    "improvement counts correct responses": (
+        promoted,
+        "improved and new.mixed",
+        "improved and new.correct < new.size",
+    ),
+    "correct responses make a group mixed though nothing joins it": (
+        becomes_mixed,
+        "joining > 0 and ",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", HELPER_MUTATIONS)
+def test_a_rule_that_takes_correct_responses_for_rewards_is_found(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, right, wrong = HELPER_MUTATIONS[mutation]
+    source = inspect.getsource(function)
+    assert source.count(right) == 1
+    context = dict(vars(sys.modules[function.__module__]))
+    exec(f"from __future__ import annotations\n{source.replace(right, wrong)}", context)
+    monkeypatch.setattr(algorithm, function.__name__, context[function.__name__])
+    assert any(find_difference(algorithm, config, state) for _, config, state in CASES)

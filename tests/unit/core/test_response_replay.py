@@ -14,8 +14,8 @@ from bapo_core.config.batches import ResponseReplayConfig
 from bapo_core.response_replay import (
     StoredResponse,
     add_responses,
+    becomes_mixed,
     choose_responses,
-    is_mixed,
     receives_responses,
 )
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
@@ -165,8 +165,8 @@ def test_mixed_responses_join_the_fresh_group_and_may_replace_some_of_it() -> No
 def test_a_success_makes_an_unsolved_group_mixed() -> None:
     success, failure = cache_of([1, 0])
     unsolved, solved = GroupSummary(1, "p", 3, 0, 4), GroupSummary(2, "q", 3, 4, 4)
-    assert is_mixed(unsolved, [success])
-    assert not is_mixed(unsolved, [failure])
-    assert not is_mixed(unsolved, [])
-    assert not is_mixed(solved, [success])
-    assert is_mixed(solved, [failure])
+    assert becomes_mixed(unsolved, [success])
+    assert not becomes_mixed(unsolved, [failure])
+    assert not becomes_mixed(unsolved, [])
+    assert not becomes_mixed(solved, [success])
+    assert becomes_mixed(solved, [failure])

@@ -55,7 +55,7 @@ def compose(config: RunConfig, state: StepState) -> tuple[list[Member], float, t
             entry
             for entry in state.high
             if (age is None or state.step - entry.step <= age)
-            and c2 - EPSILON <= entry.correct / entry.size <= c3 + EPSILON
+            and is_replayable(config, entry, (c2, c3))
         )
     taken: list[tuple[str, GroupSummary]] = []
     for source, groups in sources:
@@ -86,6 +86,19 @@ def compose(config: RunConfig, state: StepState) -> tuple[list[Member], float, t
             joins = number > 0 or compares_with_fresh(config)
             members.append((group_id, "replayed", tuple(r.row for r in run), joins))
     return members, r_tot, (c2, c3)
+
+
+def rewards_differ(group: GroupSummary) -> bool:
+    """Returns whether there are advantages; rewards that are not recorded are 1 and 0."""
+    if group.lowest_reward is None:
+        return group.correct > 0 and group.correct != group.size
+    return group.lowest_reward != group.highest_reward
+
+
+def is_replayable(config: RunConfig, group: GroupSummary, window: tuple[float, float]) -> bool:
+    if config.replay.select == "mixed":
+        return rewards_differ(group)
+    return window[0] - EPSILON <= group.correct / group.size <= window[1] + EPSILON
 
 
 def compares_with_fresh(config: RunConfig) -> bool:
@@ -189,7 +202,7 @@ def online_filter(
         count = round(settings.uniform_fraction * len(fresh))
         return [fresh[index] for index in sorted(rng.sample(range(len(fresh)), count))]
     if settings.filter == "gaussian":
-        mixed = [group for group in fresh if group.correct not in (0, group.size)]
+        mixed = [group for group in fresh if rewards_differ(group)]
         mean, sigma = settings.gaussian_mean, settings.gaussian_sigma
         return [
             g
@@ -202,11 +215,10 @@ def online_filter(
         if not compares_with_fresh(config):
             others = ()
         verdicts = [True] * group.correct + [False] * (group.size - group.correct)
-        alone = set(verdicts)
-        with_others = {*verdicts, *(response.correct for response in others)}
+        joining = [response.correct for response in others]
         if group.group_id in joined:
-            with_others.add(True)
-        if len(alone) == 2 or len(with_others) == 2:
+            joining.append(True)
+        if rewards_differ(group) or (joining and len({*verdicts, *joining}) == 2):
             kept.append(group)
     return kept
 
@@ -222,7 +234,7 @@ def improved(config: RunConfig, state: StepState) -> list[GroupSummary]:
             if rule != "paper"
             else group.correct / group.size > config.reevaluate.c1 + EPSILON
         )
-        if above and (rule == "any_gain" or group.correct < group.size):
+        if above and (rule == "any_gain" or rewards_differ(group)):
             kept.append(group)
     return kept
 
@@ -267,11 +279,7 @@ def settle(
             if age is not None and step + 1 - entry.step > age:
                 gone[entry.group_id] = "expired"
         again = state.reevaluated if config.replays_reevaluated else []
-        medium = [
-            group
-            for group in [*state.fresh, *again]
-            if window[0] - EPSILON <= group.correct / group.size <= window[1] + EPSILON
-        ]
+        medium = [group for group in [*state.fresh, *again] if is_replayable(config, group, window)]
         held = [entry for entry in state.high if entry.group_id not in gone]
         capacity = config.high_quality_buffer.capacity
         result["high_quality"] = queue(config, held, medium, capacity, gone)
