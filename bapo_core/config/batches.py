@@ -10,13 +10,14 @@ from bapo_core.config.base import Kinds, Section, UnitInterval
 
 
 class RangeFilterConfig(Section):
-    """Keeps groups with 1/G <= mu <= (G-1)/G (first part of Eq. 5)."""
+    """Keeps groups whose rewards differ: 1/G <= mu <= (G-1)/G with rewards of 1 and 0 (first part
+    of Eq. 5)."""
 
     filter: Literal["range"] = "range"
 
 
 class GaussianFilterConfig(Section):
-    """Draws groups by mu (A.3)."""
+    """Draws groups whose rewards differ by mu, the share of correct responses (A.3)."""
 
     filter: Literal["gaussian"] = "gaussian"
     gaussian_mean: UnitInterval = 0.5
@@ -26,7 +27,7 @@ class GaussianFilterConfig(Section):
 
 
 class UniformFilterConfig(Section):
-    """Draws groups regardless of mu (A.3)."""
+    """Draws groups regardless of mu and of their rewards (A.3)."""
 
     filter: Literal["uniform"] = "uniform"
     uniform_fraction: UnitInterval = 0.6
@@ -55,7 +56,8 @@ class ReevaluateConfig(Section):
     rule: Literal["paper", "improved_window", "any_gain"] = "paper"
     """Rule by which a re-evaluated group enters X2: c1 < mu_new < 1 (`paper`, Eq. 6);
     mu_stored < mu_new < 1 (`improved_window`); or mu_stored < mu_new (`any_gain`, as in the
-    authors' code)."""
+    authors' code). In the place of mu_new < 1, the rewards must differ, which is the same for
+    rewards of 1 and 0."""
     max_prompts: int | None = Field(None, ge=1)
     """Most prompts of B_bad that are answered again at a re-evaluation; null is half of B (the
     paper's 128 of 256). Re-evaluations are then at most 10% of the rollouts with the default
@@ -136,7 +138,8 @@ class WindowReplayConfig(_ReplayConfig):
 
 
 class MixedReplayConfig(_ReplayConfig):
-    """All groups with mixed rewards, 1/G <= mu <= (G-1)/G, are stored and replayed (DOTS)."""
+    """All groups whose rewards differ are stored and replayed (DOTS): 1/G <= mu <= (G-1)/G with
+    rewards of 1 and 0."""
 
     select: Literal["mixed"] = "mixed"
 

@@ -46,6 +46,11 @@ class TaskConfig(Section):
     `bapo dataset upload` stored; null generates them, if the task can."""
     test_path: str | None = None
     """Address of the held-out prompts, as that of the training prompts."""
+    solved_at: float | None = None
+    """Reward of a verdict from which a response counts as correct, for tasks whose rewards are any
+    numbers: for the accuracy k/G of a group and all that follows from it (difficulty, buffers,
+    replay window, adaptive samplers), and in evaluations. It is compared with the number that the
+    task returns, before the section `reward` weighs it. Null is the verdict's status `ok`."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns of the data that are named otherwise than the task's: the task's name, and that of
     the data, for example `{problem: question, answer: solution}` for `math`."""
@@ -125,7 +130,7 @@ class RolloutConfig(Section):
     """Length in tokens at which a response is cut off (Table 3: 8192)."""
     max_generation_rounds: int = Field(1, ge=1)
     """Dynamic sampling (DAPO): the most rounds of B prompts that are rolled out in a step until
-    groups with mixed rewards fill the batch; 1 turns it off. The next step goes on with the next
+    groups whose rewards differ fill the batch; 1 turns it off. The next step goes on with the next
     prompt, so no prompt is skipped."""
 
     @field_validator("prompt_date", mode="before")
@@ -146,8 +151,9 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    """The reward of a response, from the parts of its verdict. Difficulty does not depend on it:
-    the accuracy k/G of a group counts correct responses."""
+    """The reward of a response, from the parts of its verdict. Groups whose rewards differ train.
+    Difficulty does not depend on this section: the accuracy k/G of a group counts correct responses
+    (`task.solved_at`)."""
 
     wrong: float = 0.0
     """Reward of an answer to which the verifier gives 0, for example -1 (DAPO)."""

@@ -19,6 +19,7 @@ from bapo_core.tasks.base import (
     Task,
     Verdict,
     VerdictStatus,
+    is_solved,
     normalise_answer,
 )
 from bapo_core.tasks.countdown import CountdownTask
@@ -36,6 +37,7 @@ __all__ = [
     "Verdict",
     "VerdictStatus",
     "get_task",
+    "is_solved",
     "normalise_answer",
     "task_names",
 ]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from bapo_core.thresholds import at_least
+
 Payload = Mapping[str, Any]
 """A problem, as a JSON object."""
 
@@ -29,7 +31,7 @@ _MAX_MISSES = 20_000
 
 
 class VerdictStatus(StrEnum):
-    """The outcome of verifying a response; only OK counts as correct."""
+    """The outcome of verifying a response; only OK counts as correct (`is_solved`)."""
 
     OK = "ok"
     """The answer is correct."""
@@ -56,13 +58,23 @@ class Verdict:
     between (`reward.correct` and `reward.wrong` of the configuration rescale it)."""
     status: str
     """A `VerdictStatus`, or a status of the task: at most 40 lower-case letters and underscores.
-    The response is correct, for the difficulty k/G of its prompt, if it is OK."""
+    The response is correct, for the difficulty k/G of its prompt, if it is OK, unless
+    `task.solved_at` of the configuration decides it by the reward."""
     answer: str | None = None
     """The answer extracted from the response, if there is one within the length limit."""
     detail: str = ""
     """An explanation of the status, on one line."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further parts of the reward by name, which `reward.weights` of the configuration weighs."""
+
+
+def is_solved(reward: float, status: str, solved_at: float | None) -> bool:
+    """Returns whether a verdict counts as correct, for the accuracy k/G of its group.
+
+    reward: what the task gave. solved_at: `task.solved_at`, the reward from which on a verdict
+    counts; None where its status `ok` says so.
+    """
+    return status == VerdictStatus.OK if solved_at is None else at_least(reward, solved_at)
 
 
 def with_format(verdict: Verdict) -> Verdict:

@@ -166,7 +166,8 @@ def _evaluate_set(
     _note_failures(task.name, settings.name, verdicts)
     _note_cut_off(settings.name, groups, config.rollout.max_response_tokens)
     n = settings.samples
-    correct = _split_by_prompt([verdict.correct for verdict in verdicts], n)
+    solved_at = config.task.solved_at
+    correct = _split_by_prompt([verdict.is_correct(solved_at) for verdict in verdicts], n)
     answers = _split_by_prompt(
         [normalise_answer(task, verdict.extracted) for verdict in verdicts], n
     )

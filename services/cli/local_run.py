@@ -258,7 +258,9 @@ def _show_progress(
     Raises `BapoError` when a process fails.
     """
     done = state.current_step
-    display = RunDisplay(run.console, run.config.name, run.config.steps, done)
+    config = run.config
+    solved_at = config.task.solved_at
+    display = RunDisplay(run.console, config.name, config.steps, done, solved_at=solved_at)
     evaluations: list[wire.Evaluation] = []
     open_now: list[wire.Rollouts] = []
     with display.shown():

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from bapo_core.rewards import ANSWER, FAILED
+from bapo_core.rewards import FAILED, OVERLONG
 from services.buffer.api.wire import (
     HEARTBEAT_TIMEOUT_S,
     Evaluation,
@@ -22,17 +22,13 @@ from services.buffer.api.wire import (
     RunProgress,
     StepView,
 )
+from services.report.explanations import explain_difficulty, explain_equal_rewards
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two lines of progress, where the output is not a terminal."""
 LONG_STEP_S = 60.0
 """Seconds after the last line from which on a step that goes on is reported, where the output is
 not a terminal; before the first step `PLAIN_EVERY_S` holds."""
-NOTHING_TRAINED = (
-    "the responses of each group had equal rewards, which have no gradient; read them with "
-    "`bapo group` or in the dashboard (Prompts), and see docs/quickstart.md, `If the reward stays "
-    "at 0`"
-)
 FAILED_SHARE = 0.01
 """Share of responses without a verdict from which on it is said: single ones are hostile input."""
 CUT_OFF_SHARE = 0.5
@@ -61,9 +57,11 @@ class RunDisplay:
         total_steps: int,
         done: int,
         *,
+        solved_at: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """done: last committed step. clock: returns seconds."""
+        """done: last committed step. solved_at: `task.solved_at`. clock: returns seconds."""
+        self._solved_at = solved_at
         self._clock = clock
         self._console, self._name, self._total, self._done = console, name, total_steps, done
         self._recent: deque[tuple[float, StepView]] = deque(maxlen=RECENT)
@@ -78,6 +76,8 @@ class RunDisplay:
         self._cut_off_noted = False
         self._trained = done > 0
         """Whether a step has trained, or it was said that one has not."""
+        self._difficulty_known = done > 0
+        """Whether some responses and not all were correct, or it was said that it was not so."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -106,6 +106,7 @@ class RunDisplay:
             self._done = step.step
             self._note_failures(step)
             self._note_empty_batch(step)
+            self._note_difficulty(step)
             self._note_cut_off(step)
         if evaluations and not self._evaluations and not steps and self._live is None:
             self._evaluations = evaluations
@@ -151,14 +152,21 @@ class RunDisplay:
         known, self._trained = self._trained, True
         if known:
             return
+        reason = explain_equal_rewards([step])
         if not step.trained:
-            self._console.print(f"note: step {step.step} trained nothing: {NOTHING_TRAINED}")
-        elif not any(step.bins[1:-1]) and set(step.reward_parts) <= {ANSWER, FAILED}:
+            self._console.print(f"note: step {step.step} trained nothing: {reason}")
+        elif not step.mixed and OVERLONG not in step.reward_parts:
             # As with fresh.filter=none, under which a batch is never empty.
-            self._console.print(
-                f"note: no group of step {step.step} had right and wrong responses: "
-                f"{NOTHING_TRAINED}"
-            )
+            self._console.print(f"note: no group of step {step.step} had a signal: {reason}")
+
+    def _note_difficulty(self, step: StepView) -> None:
+        """Says once, before some responses were correct and others were not, why it is so."""
+        if self._difficulty_known:
+            return
+        reason = explain_difficulty([step], self._solved_at)
+        if reason:
+            self._console.print(f"note: step {step.step}: {reason}")
+        self._difficulty_known = bool(reason) or any(step.bins[1:-1])
 
     def _note_cut_off(self, step: StepView) -> None:
         """Says once that most responses reach the length limit, and so rarely hold an answer."""

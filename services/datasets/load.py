@@ -13,10 +13,9 @@ from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.selection import check_selection
-from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
+from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task, is_solved
 from bapo_core.tasks.base import (
     DEMONSTRATION,
-    VerdictStatus,
     compose_demonstration,
     explain_reference,
 )
@@ -84,7 +83,7 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
         train, only = _load_both(config, sources)
         test = {TEST_SET: only}
     if config.demonstrations.enabled:
-        train = with_demonstrations(task, train)
+        train = with_demonstrations(task, train, config.task.solved_at)
     for name, dataset in test.items():
         held_out = {prompt.uid for prompt in dataset.prompts}
         overlap = [prompt.uid for prompt in train.prompts if prompt.uid in held_out]
@@ -136,12 +135,12 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
         raise BapoError(f"evaluation.sets.{settings.name}: {error}") from error
 
 
-def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
+def with_demonstrations(task: Task, dataset: Dataset, solved_at: float | None) -> Dataset:
     """Returns the prompts with the demonstrations that the verifier accepts as correct.
 
     They are a column of the data, or composed by the task. Prompts may lack one. They are trusted
-    input, so they are verified here and without a deadline. Raises `BapoError` if no prompt has one
-    that is accepted.
+    input, so they are verified here and without a deadline. solved_at: `task.solved_at`. Raises
+    `BapoError` if no prompt has one that is accepted.
     """
     payloads: list[Payload] = []
     given = accepted = 0
@@ -152,11 +151,14 @@ def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
         if text:
             given += 1
             verdict = task.verify(payload, text)
-            if verdict.status == VerdictStatus.OK:
+            if is_solved(verdict.reward, verdict.status, solved_at):
                 accepted += 1
                 payload[DEMONSTRATION] = text
             else:
-                example = example or f"{prompt.uid}: {verdict.status} {verdict.detail}".strip()
+                reason = f"{verdict.status} {verdict.detail}".strip()
+                if solved_at is not None:
+                    reason = f"reward {verdict.reward:g}, below task.solved_at={solved_at:g}"
+                example = example or f"{prompt.uid}: {reason}"
         payloads.append(payload)
     if not accepted:
         reason = f"none is accepted ({example})" if given else "there are none"

@@ -13,6 +13,7 @@ import yaml
 from bapo_core.types import Source
 from services.buffer.api.wire import EvaluationSetView
 from services.report import charts
+from services.report.explanations import explain_run
 from services.report.scores import COLUMNS, INTERVALS, score_rows
 from services.report.summary import RunHistory
 from services.report.timeline import SyncWindow, assign_lanes
@@ -97,6 +98,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
     body = [
         f"<h1>{html.escape(name)}</h1>",
         f'<p class="lead">{html.escape(_lead(history))}</p>',
+        *_notes(history),
         tiles(_headline(summary)),
         _sets_table(history.sets),
         f'<div class="charts">{"".join(_figures(history, summary))}</div>',
@@ -105,6 +107,12 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
         "</pre></details>",
     ]
     path.write_text(page(f"{name}: bapo report", "".join(body)), encoding="utf-8")
+
+
+def _notes(history: RunHistory) -> list[str]:
+    """Returns a paragraph for each thing that a reader would not guess from the figures."""
+    notes = explain_run(history.steps, history.config.task.solved_at)
+    return [f'<p class="lead">Note: {html.escape(note)}.</p>' for note in notes]
 
 
 def _lead(history: RunHistory) -> str:

@@ -176,7 +176,7 @@ class Delivery:
             reward,
             response.finish_reason,
             text,
-            verdict.correct,
+            verdict.is_correct(self._config.task.solved_at),
             parts,
             normalise_answer(task, verdict.extracted),
             interruptions,

@@ -418,7 +418,8 @@ class BatchManifest(Wire):
     """c3: upper bound of the replay window of accuracies, from 0 to 1."""
     counts: dict[str, int] = {}
     """Number of groups by source (fresh, reevaluated, replayed), and of all groups generated
-    before filter and promotion (rolled_out, reevaluated_total); empty while not ready."""
+    before filter and promotion (rolled_out, of which `mixed` have rewards that differ, and
+    reevaluated_total); empty while not ready."""
     missing: str = ""
     """Describes the groups that are still missing; empty once the batch is ready."""
 
@@ -570,7 +571,8 @@ class StepView(Wire):
     """c3: upper bound of the replay window of accuracies, from 0 to 1."""
     counts: dict[str, int]
     """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
-    generated before filter and promotion (rolled_out, reevaluated_total)."""
+    generated before filter and promotion (rolled_out, of which `mixed` have rewards that differ,
+    and reevaluated_total)."""
     rollouts: int
     """Number of training responses generated at this step, filtered ones included."""
     tokens: int
@@ -588,6 +590,14 @@ class StepView(Wire):
     """Time of the commit."""
     digests: ChainLink | None = None
     """The step's link of the digest chain; null if the trainer sent none."""
+
+    @property
+    def mixed(self) -> int:
+        """Number of fresh groups whose rewards differ, before any filter.
+
+        Of steps of versions before 0.3, it is the number with correct and wrong responses.
+        """
+        return self.counts.get("mixed", sum(self.bins[1:-1]))
 
     @property
     def trained(self) -> bool:
@@ -1001,7 +1011,8 @@ class Decision(Wire):
     """Largest number of groups in a batch."""
     counts: dict[str, int]
     """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
-    generated before filter and promotion (rolled_out, reevaluated_total)."""
+    generated before filter and promotion (rolled_out, of which `mixed` have rewards that differ,
+    and reevaluated_total)."""
     considered: list[SourceDecision]
     """Decisions of X1, X2 and X3, in this order."""
     draw: PromptDraw | None = None
@@ -1016,7 +1027,8 @@ class BatchSummary(Wire):
     """Training step of the batch."""
     counts: dict[str, int]
     """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
-    generated before filter and promotion (rolled_out, reevaluated_total)."""
+    generated before filter and promotion (rolled_out, of which `mixed` have rewards that differ,
+    and reevaluated_total)."""
     c2: float
     """c2: lower bound of the replay window of accuracies, from 0 to 1."""
     c3: float

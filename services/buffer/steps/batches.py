@@ -112,6 +112,7 @@ def _record_batch(run: Run, step: int) -> StepRecord:
     batch = composition.batch
     counts = {
         "rolled_out": len(state.fresh),
+        "mixed": sum(group.mixed for group in state.fresh),
         "reevaluated_total": len(state.reevaluated),
         **{source.value: count for source, count in batch.counts.items()},
     }

@@ -15,13 +15,13 @@ from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
-from services.cli.progress import NOTHING_TRAINED
 from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
 from services.common.threads import start_detached
 from services.datasets import pin_revisions
 from services.model.resolve import ensure_model, pin_model
+from services.report.explanations import explain_run
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
@@ -169,8 +169,8 @@ def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -
         for view in history.sets
         if view.evaluations
     )
-    if history.steps and not any(step.trained for step in history.steps):
-        scores += f"\nnote: no step trained: {NOTHING_TRAINED}"
+    notes = explain_run(history.steps, history.config.task.solved_at)
+    scores = "\n".join([scores, *(f"note: {note}" for note in notes)])
     console.print(
         f"\n{scores}\n"
         f"report   {local_run.directory / 'report.html'}\n"

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from bapo_core.outcomes import Outcome
+from bapo_core.tasks import is_solved
 
 LONGEST_RESPONSE = 200_000
 """Maximum characters of a response; a longer one is not read and gets the status `too_large`."""
@@ -84,10 +85,15 @@ class ItemVerdict(Wire):
             return "no verdict within the verifier's deadline"
         return self.detail or "it exited"
 
-    @property
-    def correct(self) -> bool:
-        """Whether the response counts as correct for the difficulty of its prompt."""
-        return self.status == "ok"
+    def is_correct(self, solved_at: float | None) -> bool:
+        """Whether the response counts as correct for the difficulty of its prompt.
+
+        solved_at: `task.solved_at`, the reward from which on it does; None for the status `ok`.
+            A response that was not scored never counts, whatever the threshold is.
+        """
+        if self.failed or self.status == "too_large":
+            return False
+        return is_solved(self.reward, self.status, solved_at)
 
 
 class VerifyAnswer(Wire):

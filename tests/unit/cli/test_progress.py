@@ -76,7 +76,64 @@ def test_a_full_batch_without_mixed_groups_is_explained(bins: list[int], note: b
     parts = {"answer": 0.25}
     for step in (1, 2):
         display.update([step_view(step=step, counts=FULL, bins=bins, reward_parts=parts)], [], [])
-    assert printed.getvalue().count("no group of step 1 had right and wrong responses") == note
+    assert printed.getvalue().count("no group of step 1 had a signal: the responses of") == note
+
+
+@pytest.mark.parametrize(
+    ("solved_at", "bins", "note"),
+    [
+        (
+            None,
+            [4, 0, 0, 0, 0],
+            "note: step 2: no response had the status `ok`, although rewards differ (mean 0.846): "
+            "groups train, but all prompts seem equally hard to what goes by the accuracy k/G "
+            "(buffers, replay window, adaptive samplers, evaluations); set task.solved_at to the "
+            "reward from which a response counts as correct",
+        ),
+        (
+            1.5,
+            [4, 0, 0, 0, 0],
+            "no response had a reward of task.solved_at=1.5, although rewards differ (mean 0.846)",
+        ),
+        (None, [0, 0, 0, 0, 4], "every response had the status `ok`, although rewards differ"),
+        (-1.0, [0, 0, 0, 0, 4], "; raise task.solved_at in a new run"),
+        (1.5, [3, 1, 0, 0, 0], ""),
+    ],
+)
+def test_rewards_that_no_threshold_divides_are_explained_once(
+    solved_at: float | None, bins: list[int], note: str
+) -> None:
+    printed = io.StringIO()
+    console = plain_console(file=printed, width=400)
+    display = RunDisplay(console, "run", 9, 0, solved_at=solved_at)
+    equal = step_view(step=1, counts=FULL | {"mixed": 0}, bins=[4, 0, 0, 0, 0])
+    display.update([equal], [], [])
+    for step in (2, 3):
+        counts = FULL | {"mixed": 2}
+        parts = {"answer": 0.846}
+        display.update([step_view(step=step, counts=counts, bins=bins, reward_parts=parts)], [], [])
+    assert note in printed.getvalue()
+    assert printed.getvalue().count("although rewards differ") == (1 if note else 0)
+    assert "step 3" not in printed.getvalue().replace("step 3/9", "")
+
+
+def test_different_formats_of_wrong_answers_need_no_threshold() -> None:
+    printed = io.StringIO()
+    display = RunDisplay(plain_console(file=printed, width=400), "run", 9, 0)
+    parts = {"answer": 0.0, "format": 0.5}
+    counts = FULL | {"mixed": 2}
+    display.update([step_view(counts=counts, bins=[4, 0, 0], reward_parts=parts)], [], [])
+    assert "note" not in printed.getvalue()
+
+
+def test_a_filter_that_drops_groups_with_a_signal_is_named() -> None:
+    printed = io.StringIO()
+    display = RunDisplay(plain_console(file=printed, width=400), "run", 9, 0)
+    display.update([step_view(counts=EMPTY | {"mixed": 2}, bins=[6, 1, 1])], [], [])
+    assert (
+        "note: step 1 trained nothing: the online filter (fresh.filter) kept none of the 2 groups "
+        "whose rewards differ, of 8"
+    ) in printed.getvalue()
 
 
 def test_responses_that_are_cut_off_are_noted_once() -> None:

@@ -14,9 +14,10 @@ from bapo_core.rewards import (
     check_reward_sign,
     overlong_punishment,
     reward_parts,
+    reward_without_length,
     total_reward,
 )
-from bapo_core.tasks import get_task
+from bapo_core.tasks import get_task, is_solved
 
 numbers = st.floats(-10, 10)
 
@@ -132,3 +133,30 @@ def test_a_negative_reward_is_refused_where_the_estimator_divides_by_the_mean() 
         check_reward_sign(-1.0, "maxrl")
     check_reward_sign(0.0, "maxrl")
     check_reward_sign(-1.0, "group")
+
+
+def test_the_reward_without_length_has_all_parts_but_the_punishment() -> None:
+    settings = RewardConfig(wrong=-1.0, weights={"format": 0.5}, overlong_share=0.5)
+    parts = {"answer": 0.75, "format": 1.0, "overlong": -0.25}
+    assert reward_without_length(parts, settings) == 0.5 + 0.5
+    assert total_reward(parts, settings) == 0.75
+    assert reward_without_length(parts | {"overlong": 0.0}, settings) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "status", "solved_at", "expected"),
+    [
+        (1.0, "ok", None, True),
+        (1.0, "scored", None, False),
+        (0.0, "ok", None, True),
+        (1.0, "scored", 1.0, True),
+        (0.1 + 0.2, "scored", 0.3, True),
+        (0.1 * 3, "scored", 0.3 + 1e-15, True),
+        (0.99, "ok", 1.0, False),
+        (-2.0, "scored", -2.5, True),
+    ],
+)
+def test_a_verdict_is_correct_by_its_status_or_from_a_reward_on(
+    reward: float, status: str, solved_at: float | None, expected: bool
+) -> None:
+    assert is_solved(reward, status, solved_at) == expected

@@ -103,6 +103,13 @@ def test_data_without_demonstrations_are_refused(
         load_datasets(config)
 
 
+def test_a_demonstration_below_the_reward_of_solved_prompts_is_refused(tmp_path: Path) -> None:
+    settings = ("task.columns={demonstration: solution}", "task.solved_at=2")
+    config = config_of(tmp_path, ROWS, *settings, "demonstrations.join=all")
+    with pytest.raises(BapoError, match=r"accepted \(math:.*: reward 1, below task.solved_at=2\)"):
+        load_datasets(config)
+
+
 def test_a_mapped_column_needs_the_demonstrations_section(tmp_path: Path) -> None:
     config = config_of(tmp_path, ROWS, "task.columns={demonstration: solution}")
     with pytest.raises(BapoError, match="task math has no column demonstration"):

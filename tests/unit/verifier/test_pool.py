@@ -218,10 +218,10 @@ def test_the_error_of_a_task_is_in_the_verdict(pool: VerifierPool, how: str, why
 
 def test_partial_credit_and_parts_of_the_reward_are_in_the_verdict(pool: VerifierPool) -> None:
     (verdict,) = pool.verify("odd", {}, [(ODD, "half")])
-    assert (verdict.reward, verdict.status, verdict.correct) == (0.5, "wrong_value", False)
+    assert (verdict.reward, verdict.status, verdict.is_correct(None)) == (0.5, "wrong_value", False)
     assert verdict.parts == {"format": 1.0, "length": -2.5}
     (verdict,) = pool.verify("odd", {}, [(ODD, "a")])
-    assert (verdict.reward, verdict.correct, verdict.parts) == (1.0, True, {})
+    assert (verdict.reward, verdict.is_correct(None), verdict.parts) == (1.0, True, {})
 
 
 def test_too_much_memory_costs_one_response(pool: VerifierPool) -> None:
