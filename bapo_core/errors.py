@@ -27,3 +27,7 @@ class TaskError(BapoError):
 
 class PayloadError(TaskError):
     """A payload against which a task cannot verify any response, so that the run must stop."""
+
+
+class RewardError(TaskError):
+    """A reward function gave no reward for a response; the message says why and where."""

@@ -19,7 +19,7 @@ def check_selection(config: RunConfig) -> None:
     Loads the task, which must take its options and have the rewards that are weighted, the sampler
     and the batch rule. Objectives and estimators import torch, so only their names are checked.
     """
-    check_reward(get_task(config.task.name, **config.task.options), config.reward)
+    check_reward(get_task(config.task.name, **config.task.arguments), config.reward)
     for name in config.evaluation.sets:
         try:
             get_task(config.task.name, **config.evaluation_sets[name].options)

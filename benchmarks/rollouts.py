@@ -247,7 +247,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
 async def bare(run: Run, steps: range) -> float:
     """Returns the tokens per second of vLLM with the requests that the collector would make."""
     tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
-    task = get_task(run.config.task.name, **run.config.task.options)
+    task = get_task(run.config.task.name, **run.config.task.arguments)
     workload = run.workload
     sampling = Sampling(temperature=1.0, max_tokens=workload.response, group_size=workload.group)
     apis = [VllmApi(socket) for socket in run.vllm_sockets()]

@@ -36,6 +36,7 @@ def refuse_contradictions(config: RunConfig) -> None:
         _refuse_resets_of_adapters,
         _refuse_adapters_of_layers_that_are_read,
         _refuse_evaluation_sets,
+        _refuse_functions_without_a_weight,
         _refuse_sizes_that_do_not_fit,
     ):
         refuse(config)
@@ -260,6 +261,25 @@ def _refuse_evaluation_sets(config: RunConfig) -> None:
             f"evaluation.sets ({', '.join(names)}); remove task.test_path "
             "(task.test_path=null), or make it the path of a set"
         )
+
+
+def _refuse_functions_without_a_weight(config: RunConfig) -> None:
+    functions = config.task.functions
+    if functions is None:
+        return
+    for name in functions.names[1:]:
+        if name not in config.reward.weights:
+            raise ValueError(
+                f"task.reward names {name} after the first function, but reward.weights has no "
+                f"weight for it, so that it would count for nothing; set reward.weights.{name}=1, "
+                "or another weight"
+            )
+    for name, settings in config.evaluation.sets.items():
+        if settings.options:
+            raise ValueError(
+                f"evaluation.sets.{name}.options are set beside task.reward; remove them: a reward "
+                "function has none"
+            )
 
 
 def _refuse_sizes_that_do_not_fit(config: RunConfig) -> None:

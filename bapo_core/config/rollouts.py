@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Kinds, Section, UnitInterval
 from bapo_core.config.vllm_arguments import check_vllm_arguments
+from bapo_core.reward_files import FUNCTION, RewardFunctions
 
 DEFAULT_PROMPT_DATE = date(2024, 7, 26)
 """The default of `rollout.prompt_date`."""
@@ -37,7 +39,13 @@ class TaskConfig(Section):
 
     name: str = "countdown"
     """Name of the task: `countdown`, `geometry`, `math`, `reasoning_gym` (docs/verifier.md), or one
-    that an installed package adds (docs/adding-a-task.md)."""
+    that an installed package adds (docs/adding-a-task.md); `function` if `reward` is set."""
+    reward: str | list[str] | None = None
+    """Reward function in place of a task: `file.py:function`, with TRL's signature
+    `def function(completions, **columns) -> list[float]`, for data with a column `prompt`
+    (docs/adding-a-task.md). Further functions of the file, in a list, are parts of the reward that
+    `reward.weights` weighs. `task.name` is then `function`. The file is stored with the run: its
+    digest follows as `@…`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's constructor, for example `{template: short}` for `countdown`."""
     train_path: str | None = None
@@ -64,6 +72,46 @@ class TaskConfig(Section):
     data_seed: int = 0
     """Seed of generated prompts; it is separate from `seed`, so that runs with different seeds
     train on the same data."""
+
+    @property
+    def functions(self) -> RewardFunctions | None:
+        """The reward functions of `reward`, if it is set."""
+        return None if self.reward is None else RewardFunctions.parse(self.reward)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the task's constructor: `options`, or `reward`."""
+        return dict(self.options) if self.reward is None else {"reward": self.reward}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_function(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("reward") is not None:
+            return {"name": FUNCTION, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_reward(self) -> TaskConfig:
+        if self.reward is None:
+            if self.name == FUNCTION:
+                raise ValueError(
+                    f"name is {FUNCTION} without reward; set task.reward to file.py:function"
+                )
+            return self
+        if self.name != FUNCTION:
+            raise ValueError(
+                f"reward is set beside name={self.name}; remove one of them: a reward function "
+                "takes the place of a task"
+            )
+        if self.options:
+            raise ValueError(
+                "options are set beside reward; remove them: a reward function has none"
+            )
+        try:
+            RewardFunctions.parse(self.reward)
+        except ValueError as error:
+            raise ValueError(f"reward {error}") from error
+        return self
 
 
 class TransformersConfig(Section):

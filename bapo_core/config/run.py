@@ -63,6 +63,7 @@ from bapo_core.config.training import (
     OptimizerConfig,
     TrainerConfig,
 )
+from bapo_core.reward_files import RewardFunctions
 from bapo_core.schedule import SyncSchedule
 
 
@@ -196,6 +197,13 @@ class RunConfig(Section):
         """Most groups in B_bad: `hard_buffer.capacity`, or B."""
         return self.hard_buffer.capacity or self.rollout.prompts_per_step
 
+    def with_reward(self, functions: RewardFunctions) -> RunConfig:
+        """Returns the configuration with these reward functions in place of its own."""
+        one = isinstance(self.task.reward, str)
+        reward = functions.addresses[0] if one else functions.addresses
+        task = self.task.model_copy(update={"reward": reward})
+        return self.model_copy(update={"task": task})
+
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSet]:
         """The evaluation sets in the order of their names: `evaluation.sets`, or the set `test`."""
@@ -211,7 +219,7 @@ class RunConfig(Section):
         return EvaluationSet(
             name=name,
             path=settings.path,
-            options={**self.task.options, **settings.options},
+            options={**self.task.arguments, **settings.options},
             columns={**self.task.columns, **settings.columns},
             prompts=settings.prompts or self.task.test_prompts,
             samples=samples,

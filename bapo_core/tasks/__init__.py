@@ -23,12 +23,14 @@ from bapo_core.tasks.base import (
     normalise_answer,
 )
 from bapo_core.tasks.countdown import CountdownTask
+from bapo_core.tasks.function import FunctionTask
 from bapo_core.tasks.geometry import GeometryTask
 from bapo_core.tasks.mathematics import MathTask
 from bapo_core.tasks.reasoning_gym import ReasoningGymTask
 
 __all__ = [
     "ENTRY_POINTS",
+    "FunctionTask",
     "ImageTask",
     "Message",
     "Payload",
@@ -47,6 +49,7 @@ ENTRY_POINTS = "bapo.tasks"
 
 _TASKS: dict[str, Callable[..., Task]] = {
     "countdown": CountdownTask,
+    "function": FunctionTask,
     "geometry": GeometryTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,

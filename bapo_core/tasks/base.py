@@ -92,6 +92,7 @@ class Task(Protocol):
     deadline starts; `load(payload) -> None`, for slow preparations of a payload, which it calls
     before the deadline of the first response to it starts, and which may raise `PayloadError`;
     `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
+    `takes_all_columns: bool`, whether `parse_row` gets the columns beside `columns`, too;
     `normalise(answer) -> str`, for `normalise_answer`, in linear time;
     `demonstrate(payload) -> str | None`, for `compose_demonstration`; and
     `explain_reference(payload) -> str | None`, for `explain_reference`.

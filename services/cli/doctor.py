@@ -138,7 +138,7 @@ async def _generate(
     open_image: OpenImage | None,
 ) -> tuple[GenerateRequest, list[GeneratedGroup]]:
     tokenizer, vision = load_tokenizer(model), load_processor(model)
-    task = get_task(config.task.name, **config.task.options)
+    task = get_task(config.task.name, **config.task.arguments)
     rollout = config.rollout
     request = GenerateRequest(
         policy_version=1,

@@ -89,7 +89,8 @@ def suite_config(
         **{key: {"path": path, "prompts": most} for key, path in addresses.items()},
     }
     values = read_values(file)
-    if values.get("task", {}).get("name", "countdown") != suite.task:
+    task = values.get("task", {})
+    if task.get("name", "countdown") != suite.task or task.get("reward") is not None:
         # They belong to another task.
         values["task"] = {}
     values["task"] = {**values.get("task", {}), "name": suite.task, "test_path": None}

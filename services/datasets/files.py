@@ -36,16 +36,19 @@ class RowError(ValueError):
         super().__init__(f"row {number}: {reason}")
 
 
-def read_rows(file: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[Row]:
+def read_rows(
+    file: BinaryIO, name: str, columns: Sequence[str], *, others: bool = False
+) -> Iterator[Row]:
     """Yields the rows of a file, whose format is that of its name's suffix.
 
-    columns: columns that the caller needs; a Parquet file is read no further than these.
+    columns: columns that the caller needs. others: whether the other columns of a Parquet file are
+    read, too; the rows of JSON have them all.
     Raises `ValueError` for a file that cannot be read, or that lacks one of the columns, and
     `RowError` for such a row.
     """
     match PurePosixPath(name).suffix:
         case ".parquet":
-            rows = _read_parquet(file, columns)
+            rows = _read_parquet(file, columns, others)
         case ".jsonl":
             rows = _read_jsonl(file)
         case ".json":
@@ -77,13 +80,15 @@ def check_columns(present: Iterable[str], columns: Sequence[str]) -> None:
         )
 
 
-def _read_parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
+def _read_parquet(file: BinaryIO, columns: Sequence[str], others: bool) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as parquet:
-            check_columns(parquet.schema_arrow.names, columns)
+            present = parquet.schema_arrow.names
+            check_columns(present, columns)
+            columns = present if others else columns
             rows = _rows_of_batch(file, parquet.metadata, columns)
             # One column after the other, so that not all are decompressed at the same time.
             for batch in parquet.iter_batches(rows, columns=list(columns), use_threads=False):

@@ -105,30 +105,38 @@ def pin_revision(address: str) -> str:
 
 
 def read_hub(
-    address: str, columns: Sequence[str], limit: int | None, cache: Path | None
+    address: str,
+    columns: Sequence[str],
+    limit: int | None,
+    cache: Path | None,
+    *,
+    others: bool = False,
 ) -> Iterator[Row]:
     """Yields at most `limit` rows of a split, which are streamed: no further ones are fetched.
 
     address: address with a commit as its revision. columns: the columns that the caller needs.
+    others: whether the rows have the other columns, too.
     cache: directory in which the rows are kept; None keeps them nowhere.
 
     Raises `BapoError` as `pin_revision` does, for a split that does not exist, and without the
     `datasets` library; `ValueError` for a missing column or a row that cannot be read.
     """
     if cache is None:
-        yield from _stream(HubAddress.parse(address), columns, limit)
+        yield from _stream(HubAddress.parse(address), columns, limit, others)
         return
-    identity = json.dumps([address, list(columns), limit])
+    identity = json.dumps([address, list(columns), limit, *(["others"] if others else [])])
     file = cache / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
     if not file.is_file():
-        _write_rows(list(_stream(HubAddress.parse(address), columns, limit)), file)
+        _write_rows(list(_stream(HubAddress.parse(address), columns, limit, others)), file)
     with file.open("rb") as opened:
         for row in read_rows(opened, file.name, columns):
             yield {name: _restore_value(value) for name, value in row.items()}
 
 
-def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> Iterator[Row]:
-    split = _open_split(address, columns)
+def _stream(
+    address: HubAddress, columns: Sequence[str], limit: int | None, others: bool
+) -> Iterator[Row]:
+    split = _open_split(address, columns, others)
     features = split.features or {}
     rows = iter(split)
     from datasets.exceptions import DatasetsError
@@ -147,7 +155,8 @@ def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> I
             check_columns(row, columns)
         except ValueError as error:
             raise RowError(number, str(error)) from error
-        yield {column: _shorten(row[column], features.get(column)) for column in columns}
+        names = list(row) if others else columns
+        yield {column: _shorten(row[column], features.get(column)) for column in names}
 
 
 def _shorten(value: Any, feature: Any) -> Any:
@@ -157,8 +166,9 @@ def _shorten(value: Any, feature: Any) -> Any:
     return shorten_float32(value) if getattr(feature, "dtype", "") == "float32" else value
 
 
-def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
-    """Returns an iterable of rows, which have the columns if those are known without a row."""
+def _open_split(address: HubAddress, columns: Sequence[str], others: bool) -> Any:
+    """Returns an iterable of rows, which have the columns if those are known without a row, and no
+    others unless they are asked for."""
     _require_library(str(address))
     import datasets
     from datasets.exceptions import DatasetNotFoundError
@@ -195,7 +205,7 @@ def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
     if rows.column_names is None:
         return rows
     check_columns(rows.column_names, columns)
-    return rows.select_columns(list(columns))
+    return rows if others else rows.select_columns(list(columns))
 
 
 def _require_library(address: str) -> None:

@@ -48,7 +48,7 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
         if too_long:
             raise BapoError(_describe(config, address_key(config, name), held_out, too_long))
     train = datasets.train
-    too_long = find_long(train, config.task.options)
+    too_long = find_long(train, config.task.arguments)
     if not too_long:
         return datasets
     if not config.task.drop_long_prompts:

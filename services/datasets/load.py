@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,6 @@ from bapo_core.tasks.base import (
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import task_errors
-from services.common.objectstore import S3_SCHEME
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.files import RowError
 from services.datasets.images import Images, digests_of_prompts, image_digests
@@ -31,10 +30,10 @@ from services.datasets.sources import (
     DataSources,
     address_key,
     data_addresses,
+    is_local,
     open_rows,
 )
 from services.datasets.uploaded import DATASET, read_uploaded
-from services.model.stored import HUB
 from services.model.vision import images_of
 from services.verifier.api.wire import LARGEST_PAYLOAD
 
@@ -75,7 +74,7 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
     there are fewer training prompts than a step may draw.
     """
     check_selection(config)
-    task = get_task(config.task.name, **config.task.options)
+    task = get_task(config.task.name, **config.task.arguments)
     if config.evaluation.sets:
         test = load_evaluation_sets(config, sources)
         train = _load_training_prompts(config, sources, test)
@@ -187,7 +186,7 @@ def _load_training_prompts(
 ) -> Dataset:
     """Returns the training prompts; generated ones are in no evaluation set."""
     settings = config.task
-    task = get_task(settings.name, **settings.options)
+    task = get_task(settings.name, **settings.arguments)
     if settings.train_path is not None:
         address, columns, limit = settings.train_path, settings.columns, settings.train_prompts
         demonstrated = config.demonstrations.enabled
@@ -218,7 +217,7 @@ def _generate_split(
 
 def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Dataset]:
     settings = config.task
-    task = get_task(settings.name, **settings.options)
+    task = get_task(settings.name, **settings.arguments)
     if (settings.train_path is None) != (settings.test_path is None):
         missing = "test_path" if settings.test_path is None else "train_path"
         raise BapoError(
@@ -291,23 +290,17 @@ def read_dataset(
 ) -> Dataset:
     """Reads the prompts of a data set.
 
-    columns: name of a column for each of the task's columns that is named otherwise; those of
-    uploaded prompts are the task's already. limit: most rows to read. split: part of the dataset's
-    name. demonstrated: whether the column `demonstration` is read as well; it may be mapped, and
-    is left out of a task that composes demonstrations itself unless it is.
+    columns: name of a column for each of the task's columns that is named otherwise, and for any
+    column if the task takes all of them; those of uploaded prompts are the task's already. limit:
+    most rows to read. split: part of the dataset's name. demonstrated: whether the column
+    `demonstration` is read as well; it may be mapped, and is left out of a task that composes
+    demonstrations itself unless it is.
 
     The first of equal problems is kept. Raises `BapoError`, which names the row, for a data set
     that cannot be read.
     """
-    known = list(task.columns)
-    if demonstrated and (DEMONSTRATION in columns or not hasattr(task, "demonstrate")):
-        known.append(DEMONSTRATION)
-    unknown = sorted(set(columns) - set(known))
-    if unknown:
-        raise BapoError(
-            f"task.columns: task {task.name} has no column {', '.join(unknown)}; its columns are "
-            f"{', '.join(known)}"
-        )
+    others = getattr(task, "takes_all_columns", False)
+    column_names = _name_columns(task, columns, demonstrated=demonstrated, others=others)
     if address.startswith(DATASET):
         uploaded = read_uploaded(address, task, sources.connect())
         reached = limit if limit is not None and len(uploaded) >= limit else None
@@ -316,15 +309,16 @@ def read_dataset(
             limit=reached,
             unreadable=_find_unreadable(task, enumerate(uploaded[:limit], start=1)),
         )
-    column_names = {column: columns.get(column, column) for column in known}
     images = _make_images(sources, address)
     problems: dict[str, Payload] = {}
     numbers: dict[str, int] = {}
     left_out = repeated = contradicting = number = 0
     try:
-        rows = open_rows(address, list(column_names.values()), limit, sources)
+        rows = open_rows(address, list(column_names.values()), limit, sources, others=others)
         for number, row in enumerate(islice(rows, limit), start=1):
             values = {column: row[name] for column, name in column_names.items()}
+            if others:
+                values = {**_leave_out(row, column_names.values()), **values}
             text = values.pop(DEMONSTRATION, None)
             problem = _parse_row(task, values, number, images)
             if problem is None:
@@ -354,6 +348,32 @@ def read_dataset(
     )
 
 
+def _name_columns(
+    task: Task, columns: Mapping[str, str], *, demonstrated: bool, others: bool
+) -> dict[str, str]:
+    """Returns the name in the data of each column that is read by name.
+
+    others: whether the task takes the other columns, too. Raises `BapoError` for a column that the
+    task does not have.
+    """
+    known = list(task.columns)
+    if demonstrated and (DEMONSTRATION in columns or not hasattr(task, "demonstrate")):
+        known.append(DEMONSTRATION)
+    unknown = sorted(set(columns) - set(known))
+    if others:
+        known += unknown
+    elif unknown:
+        raise BapoError(
+            f"task.columns: task {task.name} has no column {', '.join(unknown)}; its columns are "
+            f"{', '.join(known)}"
+        )
+    return {column: columns.get(column, column) for column in known}
+
+
+def _leave_out(row: Mapping[str, Any], columns: Collection[str]) -> dict[str, Any]:
+    return {column: value for column, value in row.items() if column not in columns}
+
+
 def _find_unreadable(task: Task, rows: Iterable[tuple[int, Payload]]) -> list[tuple[int, str]]:
     """Returns (number of the row, reason) for each reference answer that the task cannot read."""
     reasons = ((number, explain_reference(task, payload)) for number, payload in rows)
@@ -362,7 +382,7 @@ def _find_unreadable(task: Task, rows: Iterable[tuple[int, Payload]]) -> list[tu
 
 def _make_images(sources: DataSources, address: str = "") -> Images:
     """Returns an empty `Images` for a data set, whose rows may name files if it is a file."""
-    local = bool(address) and not address.startswith((HUB, S3_SCHEME))
+    local = bool(address) and is_local(address)
     directory = Path(address).parent if local else None
     return Images(lambda digest: sources.connect().image(digest), directory)
 
@@ -492,7 +512,11 @@ def keep_prompts(config: RunConfig, run: wire.RunState, datasets: RunDatasets) -
                 f"now ({name}); give the former data or revision, or choose another run name"
             )
     task = run.config.task.model_copy(
-        update={"name": config.task.name, "options": config.task.options}
+        update={
+            "name": config.task.name,
+            "options": config.task.options,
+            "reward": config.task.reward,
+        }
     )
     sets = {
         name: settings.model_copy(update={"path": run.config.evaluation.sets[name].path})

@@ -13,6 +13,7 @@ from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME, ObjectStore
 from services.datasets.files import Row, read_rows
 from services.datasets.hub import pin_revision, read_hub
+from services.datasets.uploaded import DATASET
 from services.model.resolve import object_store_of_environment
 from services.model.stored import HUB
 
@@ -32,29 +33,40 @@ class DataSources:
 
 
 def open_rows(
-    address: str, columns: Sequence[str], limit: int | None, sources: DataSources
+    address: str,
+    columns: Sequence[str],
+    limit: int | None,
+    sources: DataSources,
+    *,
+    others: bool = False,
 ) -> Iterator[Row]:
     """Yields the rows of a file, of an object of S3, or of a data set of the hub.
 
-    columns: columns that the caller needs. limit: most rows that the caller needs.
+    columns: columns that the caller needs. limit: most rows that the caller needs. others: whether
+    the rows have the other columns, too.
 
     Raises `BapoError` when there is no such data set, and `ValueError` for one that cannot be read
     or that lacks a column.
     """
     if address.startswith(HUB):
-        yield from read_hub(pin_revision(address), columns, limit, sources.cache)
+        yield from read_hub(pin_revision(address), columns, limit, sources.cache, others=others)
     elif address.startswith(S3_SCHEME):
         data = sources.open_store().read_address(address)
-        yield from read_rows(io.BytesIO(data), address, columns)
+        yield from read_rows(io.BytesIO(data), address, columns, others=others)
     else:
         try:
             with Path(address).open("rb") as file:
-                yield from read_rows(file, address, columns)
+                yield from read_rows(file, address, columns, others=others)
         except OSError as error:
             raise BapoError(
                 f"{address}: {error.strerror}; give the path of a file, hf://organisation/name, "
                 "s3://bucket/key or dataset:NAME"
             ) from error
+
+
+def is_local(address: str) -> bool:
+    """Returns whether an address is a file of this machine."""
+    return not address.startswith((HUB, S3_SCHEME, DATASET))
 
 
 def pin_address(address: str) -> str:

@@ -126,6 +126,15 @@ def test_a_split_is_streamed_and_kept(hub: Hub, read: Read) -> None:
     assert hub.requests == [], "a pinned data set needs no network the second time"
 
 
+def test_a_task_may_take_all_columns_of_the_hub(hub: Hub, read: Read) -> None:
+    answer = read("hf://acme/one", task="function")
+    again = read(answer["address"], task="function")
+    for payload in (answer["prompts"][2], again["prompts"][2]):
+        assert payload["prompt"] == "2+1?"
+        assert payload["columns"].keys() == {"solution", "thoughts"}
+    assert read(answer["address"])["prompts"][2] == {"problem": "2+1?", "answer": "3"}
+
+
 def test_images_of_the_hub_stay_the_files_that_they_are(hub: Hub, read: Read) -> None:
     files = [draw(Diagram(segments=[(0j, complex(1, n))]), 56).png for n in (1, 2)]
     rows = [

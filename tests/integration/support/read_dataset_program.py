@@ -17,7 +17,10 @@ from bapo_core.tasks import get_task
 from services.datasets import DataSources, pin_address, read_dataset
 from services.datasets.hub import pin_revision
 
-COLUMNS = {"problem": "question", "answer": "solution"}
+COLUMNS = {
+    "math": {"problem": "question", "answer": "solution"},
+    "function": {"prompt": "question"},
+}
 
 
 def main() -> None:
@@ -30,7 +33,7 @@ def main() -> None:
         try:
             address = pin_address(request["address"])
             task = get_task(request.get("task", "math"))
-            columns = COLUMNS if task.name == "math" else {}
+            columns = COLUMNS.get(task.name, {})
             dataset = read_dataset(task, address, sources, columns, request["limit"])
             prompts = [prompt.payload for prompt in dataset.prompts]
             answer = {"address": address, "prompts": prompts, "name": dataset.name}

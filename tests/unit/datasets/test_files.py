@@ -63,6 +63,21 @@ def test_columns_are_mapped_and_further_ones_ignored(tmp_path: Path, suffix: str
     assert dataset.name == f"math-{digest_of_prompts(dataset.prompts)[:12]}"
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_a_task_may_take_all_columns_and_rename_any(tmp_path: Path, suffix: str) -> None:
+    address = write(tmp_path / f"data{suffix}", as_lists(ROWS)[:2])
+    columns = {"prompt": "question", "answer": "solution"}
+    dataset = read_dataset(get_task("function"), address, DataSources(), columns)
+    assert [prompt.payload for prompt in dataset.prompts] == [
+        {"prompt": "1+1?", "columns": {"answer": ["2"], "level": 1}},
+        {"prompt": "1+2?", "columns": {"answer": ["3", "3.0"], "level": 1}},
+    ]
+    with pytest.raises(
+        BapoError, match=r"no column prompt \(there are question, solution, level\)"
+    ):
+        read_dataset(get_task("function"), address, DataSources(), {})
+
+
 def test_the_limit_counts_rows_and_not_prompts(tmp_path: Path) -> None:
     address = write(tmp_path / "data.jsonl", ROWS)
     dataset = read_dataset(MATH, address, DataSources(), COLUMNS, 3)
