@@ -24,7 +24,7 @@ from typing import Any
 
 from bapo_core.errors import BapoError, PayloadError, TransientError
 from bapo_core.outcomes import Cause, Loss, Outcome, judge_losses
-from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
+from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict, VerifyItem
 from services.verifier.process import (
     NOT_BEGUN,
     NoWorker,
@@ -137,6 +137,14 @@ class VerifierPool:
                 task, options, work
             ).done.result()
         ]
+
+    def verify_items(
+        self, task: str, options: dict[str, Any], items: Sequence[VerifyItem]
+    ) -> list[list[ItemVerdict]]:
+        """Returns the verdicts on each item's responses, as `VerifierClient.verify` does."""
+        work = [(item.payload, response) for item in items for response in item.responses]
+        verdicts = iter(self.verify(task, options, work))
+        return [[next(verdicts) for _ in item.responses] for item in items]
 
     def submit(self, task: str, options: dict[str, Any], work: Sequence[Work]) -> Batch:
         """Queues (payload, response) pairs. Raises `Busy` or `Draining`."""
@@ -368,7 +376,7 @@ class _Slot(threading.Thread):
         tries = 0
         while True:
             try:
-                process = self._running_process()
+                process = self._running_process(task)
                 process.prepare(task)
             except NoWorker as error:
                 if self._stopping:
@@ -386,12 +394,14 @@ class _Slot(threading.Thread):
             self._spare.task = task
             return process
 
-    def _running_process(self) -> WorkerProcess:
-        if self._process is None or not self._process.idle():
-            if self._process is not None:
-                self._process.close()
-                self._process = None
-            self._process = self._spare.take() or self._start_process()
+    def _running_process(self, task: TaskKey) -> WorkerProcess:
+        """Returns a process that may prepare `task`."""
+        process = self._process
+        if process is not None and not (process.idle() and process.may_prepare(task)):
+            process.close()
+            self._process = None
+        if self._process is None:
+            self._process = self._spare.take(task) or self._start_process()
             self.warm = True
         return self._process
 
@@ -408,12 +418,12 @@ class _Spare(threading.Thread):
         self._closed = False
         self.start()
 
-    def take(self) -> WorkerProcess | None:
-        """Returns the spare process, or None if it is not ready."""
+    def take(self, task: TaskKey) -> WorkerProcess | None:
+        """Returns the spare process, or None if it is not ready or may not prepare `task`."""
         with self._changed:
             process, self._ready = self._ready, None
             self._changed.notify_all()
-        if process is None or process.idle():
+        if process is None or (process.idle() and process.may_prepare(task)):
             return process
         process.close()
         return None

@@ -21,10 +21,11 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic import ConfigDict, TypeAdapter
 
 from bapo_core.errors import PayloadError, TaskError, TransientError
 from bapo_core.outcomes import Cause
+from bapo_core.reward_files import FUNCTION
 from services.common.process import ChildProcess, python_command, without_secrets
 from services.verifier.worker import PROGRESS, Result, Work
 
@@ -36,6 +37,11 @@ against a response's deadline."""
 _MESSAGE_TIMEOUT_S = 30
 """A process that stops in the middle of a message for this long counts as crashed."""
 _LARGEST_MESSAGE = 256 << 20
+_MESSAGE = TypeAdapter(
+    tuple[list[Result], bool, str | None], config=ConfigDict(allow_inf_nan=False)
+)
+"""A message of results. What a process sends is checked, because the code of a task may have
+written it."""
 _POLL_S = 0.25
 """Longest single wait for results, so that a wait that took longer shows a pause of the machine."""
 CODE_CHECK_S = 1.0
@@ -91,6 +97,8 @@ class WorkerProcess:
         self.prepared: TaskKey | None = None
         self.used = False
         """Whether it has got items to score."""
+        self._bound_to: TaskKey | None = None
+        """The task whose reward file it has run, after which it prepares no other task."""
         self._code = _modified(_package_directories())
         self._code_checked_at = time.monotonic()
         try:
@@ -129,12 +137,25 @@ class WorkerProcess:
         """
         if self.prepared == task:
             return
+        if task[0] == FUNCTION:
+            self._bound_to = task
         self._send(("prepare", task[0], json.loads(task[1])))
-        answer = self._receive_answer(f"prepare task {task[0]}")
+        action = f"prepare task {task[0]}"
+        answer = self._receive_answer(action)
         if isinstance(answer, str):
             raise TaskRefused(answer)
+        if not isinstance(answer, list) or not all(isinstance(file, str) for file in answer):
+            self.kill("crashed")  # The code of a task may have written to the connection itself.
+            raise WorkerLost(f"cannot {action}: its process answered {answer!r:.80}")
         self._code |= _modified(answer)
         self.prepared = task
+
+    def may_prepare(self, task: TaskKey) -> bool:
+        """Whether the process may score with `task`.
+
+        A process that has run the reward file of one run must not give the verdicts of another.
+        """
+        return self._bound_to in (None, task)
 
     def idle(self) -> bool:
         """Whether the process is ready for work, with the code that is installed now."""
@@ -220,7 +241,7 @@ class WorkerProcess:
         try:
             if self.fate is None and self._connection.poll(START_TIMEOUT_S):
                 return json.loads(self._connection.recv_bytes(_LARGEST_MESSAGE))
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError, RecursionError):
             pass
         self.kill("crashed")
         raise WorkerLost(
@@ -233,15 +254,16 @@ class WorkerProcess:
         try:
             if self.fate is not None and not self._connection.poll():
                 return []
-            results, retiring, refusal = from_json(self._connection.recv_bytes(_LARGEST_MESSAGE))
-        except (EOFError, OSError, ValueError, TypeError):
+            message = self._connection.recv_bytes(_LARGEST_MESSAGE)
+            results, retiring, refusal = _MESSAGE.validate_json(message)
+        except (EOFError, OSError, ValueError):
             self.kill("crashed")
             return []
         if refusal is not None:
-            raise PayloadError(str(refusal))
+            raise PayloadError(refusal)
         if retiring:
             self.kill("retired")
-        return list(results)
+        return results
 
 
 @cache
@@ -271,6 +293,6 @@ def _modified(paths: Iterable[str]) -> dict[str, int | None]:
     for path in paths:
         try:
             times[path] = os.stat(path).st_mtime_ns
-        except OSError:
+        except (OSError, ValueError):
             times[path] = None
     return times

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_json
 
+from bapo_core.reward_files import FUNCTION, LARGEST_FILE
 from bapo_core.tasks import task_names
 from services.common.problems import Problem
 from services.verifier.api.wire import LARGEST_PAYLOAD, MOST_RESPONSES, VerifyRequest
@@ -38,7 +39,10 @@ def read_request(body: bytes, known_tasks: Sequence[str]) -> VerifyRequest:
         raise too_large(
             f"items: {responses} responses in one request; send at most {MOST_RESPONSES}"
         )
-    _check_size("options", len(to_json(request.options)))
+    options = dict(request.options)
+    if request.task == FUNCTION and isinstance(source := options.pop("source", None), str):
+        _check_size("options.source", len(source.encode(errors="replace")), LARGEST_FILE)
+    _check_size("options", len(to_json(options)))
     for number, item in enumerate(request.items):
         _check_size(f"items.{number}.payload", len(to_json(item.payload)))
     return request
@@ -71,9 +75,9 @@ def count_statuses(results: Sequence[Result]) -> Counter[str]:
     return Counter([status for _, status, *_ in results])
 
 
-def _check_size(field: str, size: int) -> None:
-    if size > LARGEST_PAYLOAD:
-        raise _invalid(f"{field}: {size} bytes as JSON; send at most {LARGEST_PAYLOAD}")
+def _check_size(field: str, size: int, largest: int = LARGEST_PAYLOAD) -> None:
+    if size > largest:
+        raise _invalid(f"{field}: {size} bytes as JSON; send at most {largest}")
 
 
 def _invalid(detail: str) -> Problem:

@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bapo_core.errors import PayloadError, TaskError
+from bapo_core.errors import PayloadError, RewardError, TaskError
+from bapo_core.reward_files import FUNCTION
 from bapo_core.tasks import Task, get_task
 from services.common.errors import describe_error
 from services.verifier.confinement import confine
@@ -102,7 +103,7 @@ class _Worker:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         try:
-            task = get_task(name, **options)
+            task = _make_task(name, options)
             warm_up = getattr(task, "warm_up", None)
             if warm_up is not None:
                 warm_up()
@@ -157,6 +158,15 @@ class _Worker:
         os._exit(0)
 
 
+def _make_task(name: str, options: dict[str, Any]) -> Task:
+    """Returns the task that scores. Raises `TaskError` or `ValueError`, as a task's maker may."""
+    if name != FUNCTION:
+        return get_task(name, **options)
+    from services.verifier.functions import RunnableFunctions
+
+    return RunnableFunctions(**options)
+
+
 def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
     """Returns the result of one response. Raises `MemoryError` and `PayloadError` only."""
     try:
@@ -187,7 +197,7 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
 
 def _describe(error: BaseException) -> str:
     try:
-        return describe_error(error)
+        return str(error) if isinstance(error, RewardError) else describe_error(error)
     except MemoryError:
         raise
     except BaseException as second:  # noqa: BLE001

@@ -14,7 +14,8 @@ LONGEST_RESPONSE = 200_000
 MOST_RESPONSES = 8_192
 """Maximum number of responses in one request, over all its items."""
 LARGEST_PAYLOAD = 100_000
-"""Maximum bytes of a payload, or of the options, as JSON."""
+"""Maximum bytes of a payload, or of the options, as JSON; the `source` of reward functions may have
+`bapo_core.reward_files.LARGEST_FILE`."""
 LARGEST_BODY = 64 << 20
 """Maximum bytes of a request's body."""
 
@@ -46,7 +47,8 @@ class VerifyRequest(Wire):
     task: str = Field(max_length=100)
     """Name of the task."""
     options: dict[str, Any] = {}
-    """Options of the task (`task.options` of the run's configuration)."""
+    """Options of the task (`task.options` of the run's configuration). The task `function` has
+    `reward`, as `task.reward`, and `source`, the text of the file."""
     items: list[VerifyItem] = Field(max_length=MOST_RESPONSES)
     """Prompts with their responses."""
 
