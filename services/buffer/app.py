@@ -23,6 +23,7 @@ from services.buffer.routes import (
     datasets,
     images,
     queries,
+    reward_files,
     runs,
     steps,
 )
@@ -96,6 +97,7 @@ def create_app(
         configs.router,
         datasets.router,
         images.router,
+        reward_files.router,
         runs.router,
         steps.router,
         artifacts.router,

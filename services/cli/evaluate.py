@@ -25,6 +25,7 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
 from services.cli.console import plain_console
+from services.cli.reward_files import read_reward_file
 from services.cli.service import data_sources
 from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
@@ -34,6 +35,7 @@ from services.model.limits import ModelLimits
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
+from services.verifier.api.trial import verifier_options
 from services.verifier.api.wire import ItemVerdict
 from services.verifier.pool import VerifierPool
 
@@ -158,9 +160,11 @@ def _evaluate_set(
         for prompt, group in zip(dataset.prompts, groups, strict=True)
         for response in group.responses
     ]
+    functions = config.task.functions
+    text = None if functions is None else read_reward_file(functions)
     pool = VerifierPool(workers=1, deadline_s=5.0)
     try:
-        verdicts = pool.verify(task.name, dict(settings.options), responses)
+        verdicts = pool.verify(task.name, verifier_options(settings.options, text), responses)
     finally:
         pool.close()
     _note_failures(task.name, settings.name, verdicts)

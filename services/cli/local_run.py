@@ -18,10 +18,12 @@ from rich.console import Console
 from bapo_core.config import RunConfig
 from bapo_core.config.rollouts import RolloutConfig
 from bapo_core.errors import BapoError
+from bapo_core.reward_files import stored_digest
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.process_tokens import process_tokens
 from services.cli.progress import RunDisplay
+from services.cli.reward_files import store_reward
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
@@ -31,6 +33,8 @@ from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import ProcessFailed, Supervisor, bind_port
+from services.verifier.api.client import VerifierClient
+from services.verifier.api.trial import try_functions
 
 POLL_INTERVAL_S = 0.5
 VLLM_MEMORY_SHARE = 0.9
@@ -62,10 +66,10 @@ class LocalRun:
 
 
 def create_run(run: LocalRun, model: Path) -> None:
-    """Uploads the prompts and creates the run.
+    """Uploads the prompts, tries the reward functions, and creates the run.
 
     model: directory of the initial model. Raises `BapoError` when the run's name is taken, and as
-    `prepare_run` does.
+    `store_reward`, `prepare_run` and `try_functions` do.
     """
     client = run.client
     status = {state.name: state.status for state in client.runs()}.get(run.config.name)
@@ -85,7 +89,18 @@ def create_run(run: LocalRun, model: Path) -> None:
             run.console.print(f"note: {dataset.name}: {dataset.summary}")
 
     sources = data_sources(lambda: client)
-    client.create_run(prepare_run(run.config, model, sources, client, show=show))
+    store_reward(run.config, client)
+    request = prepare_run(run.config, model, sources, client, show=show)
+    functions = run.config.task.functions
+    if functions is not None:
+        prompts = client.dataset_prompts(request.train_dataset)
+        try_functions(
+            functions,
+            client.reward_file(stored_digest(functions)),
+            (prompt.payload for prompt in prompts),
+            VerifierClient(run.endpoints.verifier_url, run.endpoints.verifier_token).verify,
+        )
+    client.create_run(request)
 
 
 def execute(run: LocalRun, model: Path) -> RunHistory:

@@ -25,6 +25,7 @@ from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.echo import echo
 from services.cli.local_run import engine_threads
 from services.cli.process_tokens import process_tokens
+from services.cli.reward_files import store_parameters
 from services.cli.service import client_of, format_addresses
 from services.common.process import end_with_parent, python_command
 from services.common.scopes import Scope
@@ -64,6 +65,7 @@ def run_pipeline(
         rollouts(home, endpoints, rollout, tokens) as environment,
     ):
         os.environ.update(environment)
+        parameters = store_parameters(parameters, lambda: client_of(endpoints, run))
         echo(format_addresses(endpoints, home))
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
         name = {RUN: run}

@@ -14,14 +14,23 @@ from services.datasets.load import (
     store_dataset,
 )
 from services.datasets.prepare import prepare_run
-from services.datasets.sources import DataSources, data_addresses, pin_address, pin_revisions
+from services.datasets.reward_columns import check_reward_columns
+from services.datasets.sources import (
+    DataSources,
+    data_addresses,
+    is_local,
+    pin_address,
+    pin_revisions,
+)
 
 __all__ = [
     "DataSources",
     "Dataset",
     "RunDatasets",
+    "check_reward_columns",
     "data_addresses",
     "digest_of_prompts",
+    "is_local",
     "limit_lengths",
     "load_datasets",
     "load_evaluation_sets",

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bapo_core.config import RunConfig
+from bapo_core.reward_files import stored_digest
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.datasets.dataset import Dataset
 from services.datasets.lengths import limit_lengths
 from services.datasets.load import RunDatasets, keep_prompts, load_datasets, store_dataset
+from services.datasets.reward_columns import check_reward_columns
 from services.datasets.sources import DataSources
 from services.model.vision import check_model
 
@@ -47,12 +49,16 @@ def prepare_run(
     show: called with each dataset that is stored.
     existing: the state of the run if it exists, which must have the same prompts.
 
-    Raises `BapoError` as `load_prompts` does, and when the prompts are not those of the existing
-    run.
+    Raises `BapoError` as `load_prompts` does, when the prompts are not those of the existing run,
+    and when the reward functions are not stored or cannot be called for a prompt.
     """
     # An existing run keeps its prompts, even if it was created before lengths were checked.
     check_lengths = existing is None or config.task.drop_long_prompts
     datasets = load_prompts(config, model, sources, check_lengths=check_lengths)
+    functions = config.task.functions
+    if functions is not None:
+        text = buffer.reward_file(stored_digest(functions))
+        check_reward_columns(functions, text, datasets.all)
     if existing is not None:
         config = keep_prompts(config, existing, datasets)
     for dataset in datasets.all:

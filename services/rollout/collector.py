@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
+from bapo_core.reward_files import stored_digest
 from bapo_core.tasks import Task, get_task
 from services.buffer.api import wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
@@ -48,6 +49,7 @@ from services.rollout.requests import RequestBuilder
 from services.rollout.settings import CollectorSettings
 from services.rollout.unfinished import UnfinishedGroups
 from services.verifier.api.client import VerifierClient
+from services.verifier.api.trial import try_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,10 +82,13 @@ class Collector:
         vision: VisionProcessor | None = None,
         *,
         follows: bool = False,
+        reward_file: str | None = None,
     ) -> None:
         """store: holds the journal of unfinished responses.
 
         vision: the processor of a model that reads images.
+
+        reward_file: the text of the file of `task.reward`.
 
         follows: whether it adopts the next attempt when one begins.
         """
@@ -97,7 +102,9 @@ class Collector:
             for name, options in task_options(config).items()
         }
         self._requests = RequestBuilder(config, tokenizer, vision, tasks)
-        self._delivery = Delivery(config, buffer, verifier, tokenizer, tasks, self._spans)
+        self._delivery = Delivery(
+            config, buffer, verifier, tokenizer, tasks, self._spans, reward_file
+        )
 
     async def collect(self, first_step: int) -> None:
         """Runs all jobs from `first_step` to the end of the run.
@@ -453,6 +460,24 @@ def finish_run(buffer: BufferClient, config: RunConfig) -> None:
     log.info("run %s is finished", config.name)
 
 
+def load_reward_file(
+    state: wire.RunState, buffer: BufferClient, verifier: VerifierClient
+) -> str | None:
+    """Returns the text of the run's reward file; None for another task.
+
+    Before the first step, its functions are tried on that step's prompts. Raises `BapoError` if one
+    gives no reward, or if the verifier cannot import the file.
+    """
+    functions = state.config.task.functions
+    if functions is None:
+        return None
+    text = buffer.reward_file(stored_digest(functions))
+    if state.current_step == 0:
+        prompts = buffer.step_prompts(1, "fresh").prompts
+        try_functions(functions, text, (prompt.payload for prompt in prompts), verifier.verify)
+    return text
+
+
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import hide_memory, run_until_error
@@ -484,19 +509,19 @@ def main() -> None:
         state: wire.RunState, buffer: BufferClient, settings: CollectorSettings
     ) -> Collector:
         config = state.config
+        verifier = VerifierClient(settings.verifier_url, settings.verifier_token.get_secret_value())
+        reward_file = load_reward_file(state, buffer, verifier)
         directory = tokenizer_directory(config.model.path, settings)
         return Collector(
             config,
             buffer,
             ObjectStore(settings.s3),
             Fleet(buffer, ReplicaHosts(settings.replica_hosts)),
-            VerifierClient(
-                settings.verifier_url,
-                settings.verifier_token.get_secret_value(),
-            ),
+            verifier,
             load_tokenizer(directory),
             load_processor(directory),
             follows=settings.attempt is None,
+            reward_file=reward_file,
         )
 
     run_until_error(collect)

@@ -19,6 +19,7 @@ from services.model.conversation import decode_response
 from services.rollout.api.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
 from services.rollout.unfinished import UnfinishedGroups
 from services.verifier.api.client import VerifierClient
+from services.verifier.api.trial import verifier_options
 from services.verifier.api.wire import ItemVerdict, VerifyItem
 
 if TYPE_CHECKING:
@@ -41,11 +42,18 @@ class Delivery:
         tokenizer: PreTrainedTokenizerBase,
         tasks: Mapping[str | None, Task],
         spans: SpanRecorder,
+        reward_file: str | None = None,
     ) -> None:
-        """tasks: the task of each evaluation set by its name; None for training prompts."""
+        """tasks: the task of each evaluation set by its name; None for training prompts.
+
+        reward_file: the text of the file of `task.reward`; None for another task.
+        """
         self._config, self._buffer, self._verifier = config, buffer, verifier
         self._tokenizer, self._tasks, self._spans = tokenizer, tasks, spans
-        self._options = task_options(config)
+        self._options = {
+            name: verifier_options(options, reward_file)
+            for name, options in task_options(config).items()
+        }
         check_reward(tasks[None], config.reward)
         self._judged = self._failures = 0
         """Responses so far on which the reward function gave a verdict, and on which it failed."""
@@ -141,7 +149,8 @@ class Delivery:
         if not self._judged and self._failures >= FAILURES_TO_GIVE_UP:
             raise BapoError(
                 f"the reward function of task {self._config.task.name} failed on all "
-                f"{self._failures} responses so far: {reason}; fix its `verify`"
+                f"{self._failures} responses so far: {reason}; "
+                f"{'fix its `verify`' if self._config.task.reward is None else 'fix the function'}"
             )
         log.warning(
             "the reward function failed on %d of %d responses, which count as wrong: %s",
@@ -187,7 +196,7 @@ class Delivery:
 
 def task_options(config: RunConfig) -> dict[str | None, dict[str, Any]]:
     """Returns the task's options by evaluation set; None for training prompts."""
-    options: dict[str | None, dict[str, Any]] = {None: config.task.options}
+    options: dict[str | None, dict[str, Any]] = {None: config.task.arguments}
     for name, settings in config.evaluation_sets.items():
         options[name] = dict(settings.options)
     return options

@@ -122,6 +122,7 @@ def test_nobody_without_a_token_gets_a_byte_of_a_body_read(
         ("POST", "/v1/datasets/groups", 17 << 20),
         ("POST", "/v1/tokens", 2 << 20),
         ("PUT", f"/v1/images/{'0' * 64}", 17 << 20),
+        ("PUT", f"/v1/reward-files/{'0' * 64}", 5 << 20),
         ("POST", "/v1/runs/x/steps/1/groups", 513 << 20),
     ],
 )

@@ -100,6 +100,7 @@ def test_a_token_of_one_run_neither_reads_nor_ends_another(
         ("POST", "/datasets/mine", {"first_position": 0, "prompts": []}),
         ("POST", "/runs", {"name": "the-attackers-own"}),
         ("PUT", f"/images/{'0' * 64}", None),
+        ("PUT", f"/reward-files/{'0' * 64}", {"text": "x"}),
         ("GET", "/comparisons?run=the-attackers-own&run=victim", None),
     ],
 )

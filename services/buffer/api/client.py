@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from bapo_core.errors import BapoError
+from bapo_core.reward_files import digest_of_text
 from services.buffer.api import wire
 from services.common.errors import ServiceError
 from services.common.http import GIVE_UP_AFTER_S, UNHURRIED, HttpClient
@@ -128,6 +130,25 @@ class BufferClient:
         """Returns the bytes of an image. Raises `ServiceError` (404) if there is none."""
         data: bytes = self._send("GET", f"/v1/images/{digest}").content
         return data
+
+    def upload_reward_file(self, text: str) -> str:
+        """Stores a file of reward functions; returns its digest."""
+        digest = digest_of_text(text)
+        self._send("PUT", f"/v1/reward-files/{digest}", json={"text": text})
+        return digest
+
+    def reward_file(self, digest: str) -> str:
+        """Returns the text of a file of reward functions, whose digest is checked.
+
+        Raises `ServiceError` (404) if it is not stored.
+        """
+        text = self._call(wire.RewardFile, "GET", f"/v1/reward-files/{digest}").text
+        if digest_of_text(text) != digest:
+            raise BapoError(
+                f"the buffer service's reward file {digest} has the digest "
+                f"{digest_of_text(text)}; store it again by the command that starts the run"
+            )
+        return text
 
     def dataset(self, dataset: str) -> wire.DatasetState:
         """Returns a dataset without its prompts; one that does not exist has 0 prompts."""

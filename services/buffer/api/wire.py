@@ -27,6 +27,7 @@ from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.errors import ConfigError
 from bapo_core.outcomes import Outcome
+from bapo_core.reward_files import LARGEST_FILE
 from bapo_core.types import Source
 from services.common.scopes import Scope
 
@@ -98,6 +99,13 @@ class ImageDigests(Wire):
 
     digests: list[Digest] = Field(max_length=10_000)
     """SHA-256 of each file, 64 hexadecimal digits."""
+
+
+class RewardFile(Wire):
+    """A file of reward functions."""
+
+    text: str = Field(max_length=LARGEST_FILE)
+    """The Python file, of at most 1 MiB."""
 
 
 class DatasetUpload(Wire):

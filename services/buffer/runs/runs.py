@@ -10,12 +10,13 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
+from bapo_core.reward_files import stored_digest
 from bapo_core.selection import check_data_rules
 from services.buffer.api import wire
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.pages import after_cursor, page_of
 from services.buffer.steps.samplers import copy_prior
-from services.buffer.storage.tables import Run
+from services.buffer.storage.tables import RewardFile, Run
 from services.common.problems import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"
@@ -107,15 +108,17 @@ def _stop_of(run: Run) -> wire.Stop | None:
 def create_run(session: Session, request: wire.RunCreate) -> Run:
     """Creates a run; returns the existing one if it was created with the same arguments.
 
-    Raises 422 if the configuration is invalid or its data rules cannot be used, 400 if a dataset is empty, if there are fewer
-    training prompts than a step may draw, or if `sampler.prior_run` has no results for them, and
-    409 if a run of this name exists with other arguments.
+    Raises 422 if the configuration is invalid or its data rules cannot be used, 400 if its reward
+    file is not stored, if a dataset is empty, if there are fewer training prompts than a step may
+    draw, or if `sampler.prior_run` has no results for them, and 409 if a run of this name exists
+    with other arguments.
     """
     try:
         config = config_from(request.config, where="config")
         check_data_rules(config)
     except ConfigError as error:
         raise Problem(422, "Invalid configuration", str(error)) from error
+    _check_reward_file(session, config)
     _check_test_datasets(config, request.test_datasets)
     for dataset in (request.train_dataset, *request.test_datasets.values()):
         if dataset_size(session, dataset) == 0:
@@ -147,6 +150,22 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
             "the configuration it was created with, or choose another name"
         )
     return run
+
+
+def _check_reward_file(session: Session, config: RunConfig) -> None:
+    """Raises 400 unless the file of the reward functions is stored."""
+    functions = config.task.functions
+    if functions is None:
+        return
+    try:
+        digest = stored_digest(functions)
+    except ConfigError as error:
+        raise bad_request(f"config: {error}") from error
+    if session.get(RewardFile, digest) is None:
+        raise bad_request(
+            f"config: task.reward names {functions.file} with the digest {digest}, which is not "
+            "stored; store the file with PUT /v1/reward-files/DIGEST first"
+        )
 
 
 def _check_test_datasets(config: RunConfig, datasets: Mapping[str, str]) -> None:

@@ -136,6 +136,17 @@ class StoredConfig(Base):
     stored_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class RewardFile(Base):
+    """A file of reward functions, which configurations name by its digest (`task.reward`)."""
+
+    __tablename__ = "reward_file"
+
+    digest: Mapped[str] = mapped_column(primary_key=True)
+    """SHA-256 of the text."""
+    text: Mapped[str]
+    stored_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
 class Dataset(Base):
     """A dataset and its number of prompts, because counting a million of them takes too long."""
 

@@ -16,6 +16,7 @@ from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import LocalRun, create_run, execute
 from services.cli.options import ConfigArguments, config_arguments, port_option
+from services.cli.reward_files import pin_reward
 from services.cli.service import open_local_object_store
 from services.cli.variants import (
     PlannedRun,
@@ -160,13 +161,17 @@ def _train(
     """
     from services.report.comparison import RunResult  # imports matplotlib
 
-    config = pin_revisions(planned.config)
+    config = pin_revisions(pin_reward(planned.config))
     config = pin_model(config, home, open_store=open_local_object_store)
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
         before, now = (
-            {**data_addresses(each), "model.path": each.model.path}
+            {
+                **data_addresses(each),
+                "model.path": each.model.path,
+                "task.reward": each.task.reward,
+            }
             for each in (state.config, config)
         )
         moved = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,15 +60,20 @@ def check(config: ConfigArguments, data: bool) -> None:
         echo(f"note: {warning}")
     name = config.file or "the default configuration"
     if not data:
+        for line in _try_reward(settings, _read_first_rows(settings)):
+            echo(line)
         echo(f"{name} is valid; data and model are read when a run starts, or with --data")
         return
-    for dataset in _read_data(settings):
+    datasets = _read_data(settings)
+    for dataset in datasets:
         echo(f"{dataset.name}: {dataset.summary}")
+    for line in _try_reward(settings, datasets):
+        echo(line)
     echo(f"{name}, its model and its data are valid")
 
 
-def _read_data(settings: RunConfig) -> Iterable[Dataset]:
-    """Returns the data sets of a run, checked as at its start."""
+def _read_data(settings: RunConfig) -> Sequence[Dataset]:
+    """Returns the data sets of a run, checked as at its start; the training prompts come first."""
     from services.cli.service import data_sources, open_local_object_store
     from services.datasets.prepare import load_prompts
     from services.model.resolve import ensure_model
@@ -76,6 +81,47 @@ def _read_data(settings: RunConfig) -> Iterable[Dataset]:
 
     model = ensure_model(settings, default_home(), open_store=open_local_object_store)
     return load_prompts(settings, model, data_sources()).all
+
+
+def _read_first_rows(settings: RunConfig) -> Sequence[Dataset]:
+    """Returns the first rows for a reward function, if they are in a file of this machine."""
+    task = settings.task
+    if task.functions is None or task.train_path is None:
+        return []
+    from bapo_core.tasks import get_task
+    from services.datasets import DataSources, is_local, read_dataset
+    from services.verifier.api.trial import TRIED_ROWS
+
+    if not is_local(task.train_path):
+        return []
+    built = get_task(task.name, **task.arguments)
+    return [read_dataset(built, task.train_path, DataSources(), task.columns, TRIED_ROWS)]
+
+
+def _try_reward(settings: RunConfig, datasets: Sequence[Dataset]) -> list[str]:
+    """Tries the reward functions on the first rows of data sets, in a confined process.
+
+    Returns lines for a person; none without reward functions. Raises `BapoError`.
+    """
+    functions = settings.task.functions
+    if functions is None:
+        return []
+    from services.cli.reward_files import read_reward_file
+    from services.datasets import check_reward_columns
+    from services.verifier.api.trial import try_functions
+    from services.verifier.pool import VerifierPool
+
+    text = read_reward_file(functions)
+    if not datasets:
+        return [f"{functions.file} has the functions {', '.join(functions.names)}"]
+    check_reward_columns(functions, text, datasets)
+    pool = VerifierPool(workers=1, deadline_s=5.0)
+    try:
+        payloads = (prompt.payload for prompt in datasets[0].prompts)
+        try_functions(functions, text, payloads, pool.verify_items)
+    finally:
+        pool.close()
+    return [f"{functions.file}: {', '.join(functions.names)} gave rewards to the first rows"]
 
 
 @config.command
@@ -89,17 +135,23 @@ def push(file: Path, name: str | None) -> None:
     """Store a configuration in the buffer service, for pipelines.
 
     Kubeflow's form then takes the name as `stored_config`. A configuration that was stored by this
-    name before is replaced; runs keep the configuration that they were created with.
+    name before is replaced; runs keep the configuration that they were created with. The file of
+    `task.reward` is stored, too.
 
     \b
     Example:
       bapo config push examples/countdown-vllm.yaml --name mine
     """
     from bapo_core.config import load_config
+    from services.cli.reward_files import pin_in_text, pin_reward, store_reward
     from services.cli.service import connect
 
-    name = name or load_config(file).name
-    stored = connect().store_config(name, file.read_text(encoding="utf-8"))
+    config = load_config(file)
+    pinned = pin_reward(config)
+    text = pin_in_text(file.read_text(encoding="utf-8"), config, pinned)
+    client = connect()
+    store_reward(pinned, client)
+    stored = client.store_config(name or config.name, text)
     echo(f"stored as {stored.name}; start a pipeline with stored_config={stored.name}")
 
 

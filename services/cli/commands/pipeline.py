@@ -134,7 +134,8 @@ def submit(
     """Start the pipeline on Kubeflow, and print the id of its run and where its page is.
 
     With a name (`name=NAME`, or in the file), the run is created, or continued if it exists.
-    Without one, it is a new run, which is named after the run of Kubeflow.
+    Without one, it is a new run, which is named after the run of Kubeflow. The file of
+    `task.reward` is stored first, for which `BAPO_BUFFER_URL` and `BAPO_TOKEN` are needed.
 
     \b
     Examples:
@@ -143,8 +144,10 @@ def submit(
     """
     from pipelines.parameters import parameters_of
     from pipelines.submission import run_page, submit_pipeline, wait_for_run
+    from services.cli.reward_files import store_parameters
+    from services.cli.service import connect
 
-    parameters = parameters_of(config.file, config.overrides)
+    parameters = store_parameters(parameters_of(config.file, config.overrides), connect)
     run_id = submit_pipeline(
         package, parameters, host=host, namespace=namespace, experiment=experiment
     )

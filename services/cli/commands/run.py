@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from bapo_core.config import RunConfig, flatten, parse_overrides
 from bapo_core.errors import BapoError
+from bapo_core.reward_files import RewardFunctions
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
 from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
+from services.cli.reward_files import pin_reward
 from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
@@ -71,8 +76,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
         console.print(f"note: {warning}")
-    if not resume:
-        loaded = pin_revisions(loaded)
+    loaded = _pin(loaded, resume=resume)
     imported = start_detached(_import_tokenizers)
     with find_or_start_stack(home, port) as endpoints:
         imported.result()  # Nothing else may import parts of transformers meanwhile.
@@ -109,6 +113,19 @@ def _import_tokenizers() -> None:
     from transformers import AutoTokenizer  # noqa: F401
 
 
+def _pin(config: RunConfig, *, resume: bool) -> RunConfig:
+    """Returns the configuration with what its addresses hold now: commits and the reward file.
+
+    A run that is resumed has its own, and needs none of them; the reward file alone is compared, if
+    it is still there.
+    """
+    if not resume:
+        return pin_revisions(pin_reward(config))
+    with suppress(BapoError):
+        return pin_reward(config)
+    return config
+
+
 def _note_kept_values(
     console: Console, arguments: ConfigArguments, given: RunConfig, stored: RunConfig
 ) -> None:
@@ -123,6 +140,7 @@ def _note_kept_values(
         and not key.startswith("trainer.")
         # The stored address of a data set or of a model may have its revision in addition.
         and not (key.endswith("path") and f"{kept.get(key)}".startswith(f"{values[key]}"))
+        and not (key == "task.reward" and _is_same_reward(values[key], kept.get(key)))
     ]
     if different:
         more = f" and {len(different) - 5} more" if len(different) > 5 else ""
@@ -130,6 +148,14 @@ def _note_kept_values(
             f"note: --resume keeps the configuration of the run, which has "
             f"{', '.join(different[:5])}{more}; only trainer.* takes effect"
         )
+
+
+def _is_same_reward(given: Any, stored: Any) -> bool:
+    """Returns whether a reward is the stored one without its digest: its file is not there now."""
+    if given is None or stored is None:
+        return False
+    functions, kept = RewardFunctions.parse(given), RewardFunctions.parse(stored)
+    return functions.digest is None and replace(kept, digest=None) == functions
 
 
 def _resume_command(file: str | None, name: str) -> str:

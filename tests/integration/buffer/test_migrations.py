@@ -115,11 +115,13 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
         # The older schema has neither digests, sources of datasets, spans, stored configurations,
-        # posteriors of samplers, nor a target version, a workflow and a place in the queue.
+        # reward files, posteriors of samplers, nor a target version, a workflow and a place in the
+        # queue.
         connection.execute("update step_record set digests = null")
         connection.execute("update dataset set digest = null, source = null")
         connection.execute("delete from span")
         connection.execute("delete from stored_config")
+        connection.execute("delete from reward_file")
         connection.execute("delete from sampler_posterior")
         connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
         # Its batches have no recorded decisions.
