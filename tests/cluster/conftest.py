@@ -9,6 +9,7 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -199,7 +200,9 @@ class Forwarder:
             upstream, downstream = await asyncio.open_connection(
                 "127.0.0.1", self._target, limit=BUFFER_BYTES
             )
-        await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
+        # Python 3.11 logs a traceback for each connection whose task ends as cancelled.
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -67,6 +67,19 @@ def wait_for_first_step(release: Release, run: PipelineRun) -> None:
     wait_until(has_trained, "the first step", WAIT_S, run.log)
 
 
+def wait_for_step(release: Release, run: PipelineRun, step: int) -> None:
+    """Waits until an existing run has trained `step` steps, as long as each of them is trained in
+    `WAIT_S` seconds."""
+    client = release.client(run.name)
+    while (trained := client.run_state().current_step) < step:
+        wait_until(
+            lambda trained=trained: client.run_state().current_step > trained,
+            f"step {trained + 1}",
+            WAIT_S,
+            run.log,
+        )
+
+
 @pytest.fixture
 def restored(release: Release) -> Iterator[None]:
     """Gives the release its own values again after a test that changes them."""
@@ -286,12 +299,9 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
         run = start()
         thread = run.start()
 
-        def has_trained(until: int = until) -> bool:
-            state = client.run_state()
-            return state.status == "running" and state.current_step >= until
-
         wait_until(lambda: "continued" in {state.name for state in client.runs()}, "it", WAIT_S)
-        wait_until(has_trained, f"step {until}", WAIT_S, run.log)
+        wait_until(lambda: client.run_state().status == "running", "its turn", WAIT_S, run.log)
+        wait_for_step(release, run, until)
         run.terminate()
         thread.join(WAIT_S)
         assert not thread.is_alive(), run.log()
