@@ -238,8 +238,11 @@ def _fill_derived(
     _copy(
         connection,
         "evaluation",
-        "run_id, version, evaluation_set, mean_accuracy, bins, prompts, tokens",
-        (f"{run_id}\t{v}\ttest\t0.5\t{[1] * 8 + [0]}\t8\t800\n" for v in range(20, run.steps, 200)),
+        "run_id, version, evaluation_set, mean_accuracy, mean_reward, bins, prompts, tokens",
+        (
+            f"{run_id}\t{v}\ttest\t0.5\t0.5\t{[1] * 8 + [0]}\t8\t800\n"
+            for v in range(20, run.steps, 200)
+        ),
     )
 
 

@@ -766,6 +766,7 @@ def report_metrics(history: RunHistory, until: int | None) -> dict[str, float]:
         "rollouts": float(sum(step.rollouts for step in steps)),
         "reward": step.mean_reward,
         "held_out_accuracy": evaluation.mean_accuracy,
+        "held_out_reward": evaluation.mean_reward,
         "held_out_accuracy_initially": history.evaluations[0].mean_accuracy,
         "unlocked_fraction": unlocked,
         "seconds": (step.committed_at - steps[0].committed_at).total_seconds(),
@@ -826,7 +827,10 @@ def evaluate(
     accuracies = {each.name: each.evaluations[0].mean_accuracy for each in sets}
     (evaluation,) = next(each.evaluations for each in sets if each.primary)
     size = len(evaluation.bins) - 1
-    metrics = {"held_out_accuracy": evaluation.mean_accuracy}
+    metrics = {
+        "held_out_accuracy": evaluation.mean_accuracy,
+        "held_out_reward": evaluation.mean_reward,
+    }
     metrics |= {f"prompts_{k}_of_{size}": float(count) for k, count in enumerate(evaluation.bins)}
     if len(sets) > 1:
         metrics |= {f"accuracy_on_{name}": accuracy for name, accuracy in accuracies.items()}

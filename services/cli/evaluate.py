@@ -1,4 +1,4 @@
-"""Measures the accuracy of a model on evaluation sets, without any service."""
+"""Measures accuracy and reward of a model on evaluation sets, without any service."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from bapo_core.metrics import (
     scores_of_bins,
 )
 from bapo_core.outcomes import has_answer
+from bapo_core.rewards import reward_parts, total_reward
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
@@ -176,21 +177,41 @@ def _evaluate_set(
         [normalise_answer(task, verdict.extracted) for verdict in verdicts], n
     )
     bins = accuracy_bins([sum(group) for group in correct], n)
+    # Without an answer there is no majority, as for rewards of any number.
     majority = [
         mean_score(
             "maj", k, [majority_at_k(*pair, k) for pair in zip(answers, correct, strict=True)]
         )
-        for k in sample_counts(n)
+        for k in (sample_counts(n) if any(map(any, answers)) else [])
+    ]
+    sampled = [response for group in groups for response in group.responses]
+    rewards = [
+        compute_reward(config, verdict, len(response.token_ids))
+        for verdict, response in zip(verdicts, sampled, strict=True)
     ]
     return Evaluation(
         version=1,
         evaluation_set=settings.name,
         mean_accuracy=sum(map(sum, correct)) / len(verdicts),
+        mean_reward=sum(rewards) / len(rewards),
         bins=bins,
         prompts=len(correct),
-        tokens=sum(len(response.token_ids) for group in groups for response in group.responses),
+        tokens=sum(len(response.token_ids) for response in sampled),
         scores=[Score(**asdict(score)) for score in [*scores_of_bins(bins), *majority]],
     )
+
+
+def compute_reward(config: RunConfig, verdict: ItemVerdict, tokens: int) -> float:
+    """Returns the reward that a run with this configuration gives to a response of `tokens`."""
+    parts = reward_parts(
+        verdict.reward,
+        verdict.parts,
+        tokens=tokens,
+        max_tokens=config.rollout.max_response_tokens,
+        settings=config.reward,
+        failed=verdict.failed,
+    )
+    return total_reward(parts, config.reward)
 
 
 def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdict]) -> None:

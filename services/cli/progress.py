@@ -23,6 +23,7 @@ from services.buffer.api.wire import (
     StepView,
 )
 from services.report.explanations import explain_difficulty, explain_equal_rewards
+from services.report.scores import has_other_rewards
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two lines of progress, where the output is not a terminal."""
@@ -223,9 +224,15 @@ class RunDisplay:
         if not self._evaluations:
             return "not measured yet"
         first, last = self._evaluations[0], self._evaluations[-1]
+        with_reward = has_other_rewards(self._evaluations)
+        base, newest = (
+            f"{evaluation.mean_accuracy:.3f}"
+            + (f", reward {evaluation.mean_reward:.3f}" if with_reward else "")
+            for evaluation in (first, last)
+        )
         if first.version == last.version:
-            return f"{last.mean_accuracy:.3f} (base)"
-        return f"{last.mean_accuracy:.3f} (version {last.version}; base {first.mean_accuracy:.3f})"
+            return f"{newest} (base)"
+        return f"{newest} (version {last.version}; base {base})"
 
     def _line(self, step: StepView) -> str:
         return (

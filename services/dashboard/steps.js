@@ -58,6 +58,37 @@ export function accuracy({ bins }) {
   return bins.reduce((sum, groups, k) => sum + groups * k, 0) / (total * (bins.length - 1));
 }
 
+/** Returns the number of the step's fresh groups whose rewards differ, before any filter. */
+export const mixed = ({ counts, bins }) => counts.mixed ?? sum(bins.slice(1, -1));
+
+/**
+ * Returns why no step trained, and why the accuracy does not tell how hard prompts are, where it is
+ * so; services/report/explanations.py has the same rules for terminals and reports.
+ */
+export function explanations(steps, solvedAt) {
+  if (!steps.length) return [];
+  const notes = [];
+  const withSignal = sum(steps.map(mixed));
+  const groups = sum(steps.map(({ bins }) => sum(bins)));
+  if (!steps.some(({ counts }) => counts.fresh || counts.reevaluated || counts.replayed))
+    notes.push(
+      withSignal
+        ? `No step trained: the online filter (fresh.filter) kept none of the ${withSignal} groups whose rewards differ, of ${groups}.`
+        : "No step trained: the responses of each group had equal rewards, which have no gradient. Read them under Prompts.",
+    );
+  const none = groups === sum(steps.map(({ bins }) => bins[0]));
+  const all = groups === sum(steps.map(({ bins }) => bins.at(-1)));
+  // Rewards that differ by further parts alone, such as `format`, have a notion of correct.
+  const ofVerdicts = steps.some(({ reward_parts: parts, mean_reward: mean }) => parts.answer ?? mean);
+  if (withSignal && ofVerdicts && (none || all))
+    notes.push(
+      `${none ? "No" : "Every"} response ${solvedAt === null ? "counts as correct" : `has a reward of task.solved_at = ${solvedAt} or more`}, although rewards differ: groups train, but all prompts seem equally hard to what goes by the accuracy (buffers, replay window, adaptive samplers, evaluations). ${solvedAt === null ? "Set task.solved_at to the reward from which a response counts as correct." : `${none ? "Lower" : "Raise"} it in a new run.`}`,
+    );
+  return notes;
+}
+
+const sum = (values) => values.reduce((total, value) => total + value, 0);
+
 /** Returns the seconds of a step by phase of the trainer. */
 export function phases({ metrics }) {
   return Object.fromEntries(

@@ -38,6 +38,7 @@ def evaluation_curves(evaluation: Evaluation, prefix: str = "evaluation") -> dic
     """
     return {
         f"{prefix}/accuracy": evaluation.mean_accuracy,
+        f"{prefix}/reward": evaluation.mean_reward,
         f"{prefix}/prompts_at_0": float(evaluation.bins[0]),
     }
 

@@ -61,7 +61,11 @@ def explain_difficulty(steps: Sequence[StepView], solved_at: float | None) -> st
     if not of_verdicts or groups not in (unsolved, solved):
         return ""
     none = groups == unsolved
-    rule = "the status `ok`" if solved_at is None else f"a reward of task.solved_at={solved_at:g}"
+    rule = (
+        "counts as correct"
+        if solved_at is None
+        else f"has a reward of task.solved_at={solved_at:g} or more"
+    )
     mean = sum(step.reward_parts.get(ANSWER, step.mean_reward) for step in steps) / len(steps)
     remedy = (
         "set task.solved_at to the reward from which a response counts as correct"
@@ -69,7 +73,7 @@ def explain_difficulty(steps: Sequence[StepView], solved_at: float | None) -> st
         else f"{'lower' if none else 'raise'} task.solved_at in a new run"
     )
     return (
-        f"{'no' if none else 'every'} response had {rule}, although rewards differ (mean "
+        f"{'no' if none else 'every'} response {rule}, although rewards differ (mean "
         f"{mean:.3g}): groups train, but all prompts seem equally hard to what goes by the "
         f"accuracy k/G (buffers, replay window, adaptive samplers, evaluations); {remedy}"
     )

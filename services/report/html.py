@@ -14,7 +14,7 @@ from bapo_core.types import Source
 from services.buffer.api.wire import EvaluationSetView
 from services.report import charts
 from services.report.explanations import explain_run
-from services.report.scores import COLUMNS, INTERVALS, score_rows
+from services.report.scores import COLUMNS, INTERVALS, has_other_rewards, score_rows
 from services.report.summary import RunHistory
 from services.report.timeline import SyncWindow, assign_lanes
 
@@ -99,7 +99,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
         f"<h1>{html.escape(name)}</h1>",
         f'<p class="lead">{html.escape(_lead(history))}</p>',
         *_notes(history),
-        tiles(_headline(summary)),
+        tiles(_headline(history, summary)),
         _sets_table(history.sets),
         f'<div class="charts">{"".join(_figures(history, summary))}</div>',
         "<details><summary>Configuration</summary><pre>",
@@ -124,12 +124,19 @@ def _lead(history: RunHistory) -> str:
     )
 
 
-def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _headline(history: RunHistory, summary: dict[str, Any]) -> list[tuple[str, str]]:
     initial, final = summary["evaluation"]["initial"], summary["evaluation"]["final"]
     training = summary["unlocked_training_prompts"]
+    rewards = [
+        ("held-out reward, base", f"{initial['mean_reward']:.3f}"),
+        ("held-out reward, final", f"{final['mean_reward']:.3f}"),
+    ]
+    if not has_other_rewards(history.evaluations):
+        rewards = []
     values = [
         ("held-out accuracy, base", f"{initial['mean_accuracy']:.3f}"),
         ("held-out accuracy, final", f"{final['mean_accuracy']:.3f}"),
+        *rewards,
         ("held-out prompts with 0 correct, base", f"{initial['bins'][0]} of {initial['prompts']}"),
         ("held-out prompts with 0 correct, final", f"{final['bins'][0]} of {final['prompts']}"),
         ("held-out prompts unlocked", f"{summary['unlocked_fraction']:.0%}"),
@@ -182,6 +189,9 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     accuracies = [step.accuracy for step in steps]
     if rewards["reward"] != accuracies:
         rewards["accuracy"] = accuracies
+    measured_values = {"accuracy": [evaluation.mean_accuracy for evaluation in evaluations]}
+    if has_other_rewards(evaluations):
+        measured_values["reward"] = [evaluation.mean_reward for evaluation in evaluations]
     phases = {name: value for name, value in summary["seconds"].items() if name != "wall"}
     return [
         figure(
@@ -192,10 +202,8 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         figure(
             "Held-out accuracy",
             f"Mean accuracy on the evaluation set {evaluations[0].evaluation_set}, by policy "
-            "version.",
-            charts.lines(
-                versions, {"accuracy": [evaluation.mean_accuracy for evaluation in evaluations]}
-            ),
+            "version, and the mean reward if it is another number.",
+            charts.lines(versions, measured_values),
         ),
         figure(
             "Accuracy bins over time",

@@ -1,4 +1,4 @@
-"""The table of evaluation sets with mean@n, pass@n and maj@n, as text."""
+"""The table of evaluation sets with mean@n, pass@n, maj@n and the mean reward, as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 from services.buffer.api.wire import Evaluation, Score
 
-COLUMNS = ("set", "prompts", "n", "mean@n", "pass@n", "maj@n", "bins")
+COLUMNS = ("set", "prompts", "n", "mean@n", "pass@n", "maj@n", "reward", "bins")
 INTERVALS = (
     "In brackets: the 95% confidence interval of the mean over the prompts, mean ± 1.96 s / √N."
 )
@@ -26,6 +26,11 @@ def format_score(score: Score | None) -> str:
     return f"{score.value:.3f}\N{NO-BREAK SPACE}[{score.low:.3f}–{score.high:.3f}]"
 
 
+def has_other_rewards(evaluations: Sequence[Evaluation]) -> bool:
+    """Returns whether the mean reward of an evaluation is another number than its accuracy."""
+    return any(abs(each.mean_reward - each.mean_accuracy) > 1e-6 for each in evaluations)
+
+
 def score_rows(evaluations: Sequence[Evaluation]) -> list[list[str]]:
     """Returns a row of `COLUMNS` for each evaluation, and their averages if there are several.
 
@@ -38,12 +43,15 @@ def score_rows(evaluations: Sequence[Evaluation]) -> list[list[str]]:
             str(evaluation.prompts),
             str(evaluation.samples),
             *(format_score(score_of(evaluation, metric)) for metric in ("mean", "pass", "maj")),
+            f"{evaluation.mean_reward:.3f}",
             " ".join(map(str, evaluation.bins)),
         ]
         for evaluation in evaluations
     ]
     if len(evaluations) > 1:
-        rows.append(["average", "", "", *map(_average, _by_metric(evaluations)), ""])
+        reward = sum(evaluation.mean_reward for evaluation in evaluations) / len(evaluations)
+        averages = [*map(_average, _by_metric(evaluations)), f"{reward:.3f}"]
+        rows.append(["average", "", "", *averages, ""])
     return rows
 
 

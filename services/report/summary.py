@@ -146,6 +146,7 @@ def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
     return {
         "version": evaluation.version,
         "mean_accuracy": evaluation.mean_accuracy,
+        "mean_reward": evaluation.mean_reward,
         "bins": evaluation.bins,
         "prompts": evaluation.prompts,
         "scores": [score.model_dump() for score in evaluation.scores],

@@ -27,6 +27,7 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.datasets import load_datasets, store_dataset
 from services.stack.stack import Endpoints
 from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
+from tests.integration.buffer.test_real_rewards import EQUAL, SPREAD, with_rewards
 from tests.integration.support.driver import Driver, small_config
 
 """The names of the program, those of the Makefile."""
@@ -362,6 +363,49 @@ def test_runs_are_added_to_a_comparison_and_removed(
     console_errors.clear()
     page.get_by_role("button", name="Remove nowhere").click()
     expect(page.get_by_role("slider", name="Accuracy of fresh rollouts")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("solved_at", "rewards", "note"),
+    [
+        (None, SPREAD, "No response counts as correct, although rewards differ: groups train"),
+        (
+            1.5,
+            SPREAD,
+            "No response has a reward of task.solved_at = 1.5 or more, although",
+        ),
+        (None, EQUAL, "No step trained: the responses of each group had equal rewards"),
+    ],
+    ids=["without threshold", "with threshold", "equal"],
+)
+def test_rewards_of_any_number_are_explained(
+    stack: Endpoints,
+    page: Page,
+    request: pytest.FixtureRequest,
+    solved_at: float | None,
+    rewards: tuple[float, ...],
+    note: str,
+) -> None:
+    name = f"dashboard-{request.node.callspec.id.replace(' ', '-')}"
+    task = {"options": {"template": "short"}, "train_prompts": 24, "test_prompts": 4}
+    driver = Driver(stack, small_config(name, task=task | {"solved_at": solved_at}))
+    kinds: tuple[wire.Kind, ...] = ("fresh", "evaluation")
+    for kind in kinds:
+        groups = [with_rewards(group, rewards) for group in driver.groups(1, kind)]
+        driver.client.post_groups(1, kind, encode_groups(groups))
+    driver.client.batch(1)
+    driver.client.commit(1, {})
+    visit(page, stack, f"/runs/{name}")
+    expect(page.locator("main p.note", has_text=note)).to_have_count(1)
+    mean = f"{sum(rewards) / len(rewards):.3f}"
+    tile = page.locator(".tiles > *", has_text="Held-out reward")
+    expect(tile).to_contain_text(f"{mean}version 1; base model {mean}")
+    row = page.get_by_role("region", name="Evaluation sets").locator("tbody tr")
+    expect(row).to_contain_text(mean)
+    chart = page.get_by_role("slider", name="Held-out evaluation")
+    expect(chart).to_have_attribute("aria-valuetext", f"version 1: accuracy 0.000, reward {mean}")
+    expect(page.locator("[aria-busy]")).to_have_count(0)
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
 
 
 def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
@@ -872,6 +916,7 @@ class Large:
             "evaluation_set": "test",
             "scores": [{"metric": "mean", "k": self.SIZE, "value": 0.1, "low": 0.0, "high": 1.0}],
             "mean_accuracy": version / 20_000,
+            "mean_reward": version / 20_000,
             "bins": [1] * (self.SIZE + 1),
             "prompts": 17,
             "tokens": 10**9,

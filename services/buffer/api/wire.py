@@ -693,6 +693,8 @@ class Evaluation(Wire):
     """Name of the evaluation set."""
     mean_accuracy: float
     """Share of correct responses over all prompts of the set, from 0 to 1."""
+    mean_reward: float
+    """Mean reward of all responses, any number; the accuracy while rewards are 0 or 1."""
     bins: list[int]
     """Number of prompts by correct responses. It has n + 1 entries for n responses per prompt
     (`evaluation.samples`): index k = prompts with k of n correct."""
@@ -701,8 +703,8 @@ class Evaluation(Wire):
     tokens: int
     """Number of tokens of all responses."""
     scores: list[Score]
-    """mean@n, then pass@k and maj@k for k = 2, 4, 8, ... and n; no maj@k for evaluations of an
-    older version, which did not record answers."""
+    """mean@n, then pass@k and maj@k for k = 2, 4, 8, ... and n; no maj@k if no response has
+    an answer, and for evaluations of an older version, which did not record answers."""
 
     @property
     def samples(self) -> int:

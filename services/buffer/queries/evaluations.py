@@ -22,6 +22,9 @@ from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
 
+_GroupColumns = tuple[str, int, float, int, dict[str, float] | None]
+"""The columns uid, correct, mean_reward, token_count and majority of a group."""
+
 
 def record_evaluation(run: Run, version: int, evaluation_set: str | None = None) -> None:
     """Stores the result of a complete evaluation, so that readers need not count its groups.
@@ -38,6 +41,7 @@ def record_evaluation(run: Run, version: int, evaluation_set: str | None = None)
             version=version,
             evaluation_set=name,
             mean_accuracy=sum(correct) / (len(correct) * size),
+            mean_reward=sum(group.mean_reward for group in groups) / len(groups),
             bins=accuracy_bins(correct, size),
             prompts=len(correct),
             tokens=sum(group.token_count for group in groups),
@@ -60,26 +64,34 @@ def _resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
     return name, config.evaluation_sets[name].samples
 
 
-def _read_groups(
-    run: Run, version: int, name: str
-) -> Sequence[Row[tuple[str, int, int, dict[str, float] | None]]]:
-    """Returns (uid, correct, token_count, majority) of every prompt of the set `name`."""
+def _read_groups(run: Run, version: int, name: str) -> Sequence[Row[_GroupColumns]]:
+    """Returns `_GroupColumns` of every prompt of the set `name`."""
     return run.session.execute(
-        select(PromptRow.uid, RolloutGroup.correct, RolloutGroup.token_count, RolloutGroup.majority)
+        select(
+            PromptRow.uid,
+            RolloutGroup.correct,
+            RolloutGroup.mean_reward,
+            RolloutGroup.token_count,
+            RolloutGroup.majority,
+        )
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(groups_of(run, version, "evaluation"), PromptRow.dataset == run.test_datasets[name])
     ).all()
 
 
 def _majority_scores(
-    groups: Sequence[Row[tuple[str, int, int, dict[str, float] | None]]], size: int
+    groups: Sequence[Row[_GroupColumns]], size: int
 ) -> list[dict[str, object]] | None:
-    """Returns the scores maj@k as JSON; None if a group has none."""
+    """Returns the scores maj@k as JSON.
+
+    Returns None if the answers of a group were not recorded, or if no response has an answer, so
+    that there is no majority. A group without an answer has no correct majority otherwise.
+    """
     majorities = [group.majority for group in groups if group.majority is not None]
-    if len(majorities) < len(groups):
+    if len(majorities) < len(groups) or not any(majorities):
         return None
     scores = [
-        mean_score("maj", k, [majority[str(k)] for majority in majorities])
+        mean_score("maj", k, [majority.get(str(k), 0.0) for majority in majorities])
         for k in sample_counts(size)
     ]
     return [asdict(score) for score in scores]
@@ -98,6 +110,7 @@ def list_evaluations(run: Run, evaluation_set: str | None = None) -> list[wire.E
             version=row.version,
             evaluation_set=name,
             mean_accuracy=row.mean_accuracy,
+            mean_reward=row.mean_reward,
             bins=row.bins,
             prompts=row.prompts,
             tokens=row.tokens,

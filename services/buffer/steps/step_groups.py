@@ -195,11 +195,14 @@ def _responses(group: GroupRows) -> str:
 
 
 def _majority(group: GroupRows) -> str | None:
-    """Returns maj@k of a group by k as JSON; None if the answer of a response was not recorded."""
+    """Returns maj@k of a group by k as JSON, empty if no response has an answer.
+
+    Returns None if the answer of a response was not recorded.
+    """
     answers = [answer for answer in group.answers if answer is not None]
     if len(answers) < group.row_count:
         return None
-    counts = sample_counts(group.row_count)
+    counts = sample_counts(group.row_count) if any(answers) else []
     return json.dumps({k: majority_at_k(answers, group.verdicts, k) for k in counts})
 
 

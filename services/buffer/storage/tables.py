@@ -322,8 +322,8 @@ class RolloutGroup(Base):
     token_count: Mapped[int]
     """Response tokens of the group."""
     majority: Mapped[dict[str, Any] | None]
-    """maj@k of an evaluation by k (`bapo_core.metrics.majority_at_k`); null for other kinds, and
-    if the answers of the responses were not recorded."""
+    """maj@k of an evaluation by k (`bapo_core.metrics.majority_at_k`); empty if no response has an
+    answer, and null for other kinds, and if the answers of the responses were not recorded."""
     responses: Mapped[dict[str, Any] | None]
     """`rewards`, `correct` and `logprobs` (the mean over tokens) of each response, as lists; null
     unless the run has `response_replay`, which chooses responses by them."""
@@ -459,13 +459,16 @@ class EvaluationRecord(Base):
     """Name of the set, a key of `run.test_datasets`."""
     mean_accuracy: Mapped[float]
     """Share of correct responses over all prompts of the set."""
+    mean_reward: Mapped[float]
+    """Mean reward of all responses, any number; the accuracy while rewards are 0 or 1."""
     bins: Mapped[list[Any]]
     """Number of prompts with k correct responses, for k = 0..n with n samples."""
     prompts: Mapped[int]
     tokens: Mapped[int]
     """Response tokens of the evaluation."""
     majority: Mapped[list[Any] | None]
-    """The scores maj@k (`wire.Score`); null if a group has none."""
+    """The scores maj@k (`wire.Score`); null if the answers of a group were not recorded, or if no
+    response of the evaluation has an answer."""
 
 
 class WeightVersion(Base):

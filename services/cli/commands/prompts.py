@@ -124,10 +124,11 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
             attempt.kind,
             attempt.policy_version,
             f"{attempt.correct}/{attempt.size}",
+            f"{attempt.mean_reward:.3f}",
             ", ".join(map(str, attempt.batches)) or "-",
             attempt.group_id,
         )
         for attempt in take_last(history.attempts, limit)
     ]
-    columns = ["step", "kind", "policy", "correct", "trained at steps", "group"]
+    columns = ["step", "kind", "policy", "correct", "reward", "trained at steps", "group"]
     show(history, columns, rows, as_json=as_json, empty=f"{uid} was not attempted yet")

@@ -27,6 +27,7 @@ from services.common.threads import start_detached
 from services.datasets import pin_revisions
 from services.model.resolve import ensure_model, pin_model
 from services.report.explanations import explain_run
+from services.report.scores import has_other_rewards
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
@@ -183,9 +184,12 @@ def _describe_scores(view: EvaluationSetView, *, named: bool) -> str:
     """Returns the first and the last scores on an evaluation set, on one line."""
     initial, final = view.evaluations[0], view.evaluations[-1]
     of_set = f" on {view.name}" if named else ""
+    reward = ""
+    if has_other_rewards(view.evaluations):
+        reward = f"reward {initial.mean_reward:.3f} -> {final.mean_reward:.3f}, "
     return (
         f"held-out accuracy{of_set} {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
-        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}"
+        f"{reward}prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}"
     )
 
 

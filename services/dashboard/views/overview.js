@@ -8,7 +8,17 @@ import * as format from "../format.js";
 import { POLL_INTERVAL_MS, keep, keeper, refusal } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
-import { accuracy, duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
+import {
+  accuracy,
+  duration,
+  explanations,
+  mean,
+  metric,
+  phases,
+  reward,
+  Steps,
+  throughput,
+} from "../steps.js";
 import { table } from "../tables.js";
 import { tiles } from "./pieces.js";
 
@@ -140,15 +150,20 @@ export function showOverview(visit) {
     const x = [...versions].sort((a, b) => a - b);
     charts.evaluation.update({
       x,
-      series: sets.map((set, i) => {
-        const byVersion = new Map(set.evaluations.map((evaluation) => [evaluation.version, evaluation]));
-        return {
-          name: sets.length > 1 ? set.name : "accuracy",
-          color: series(i),
-          joined: true,
-          values: x.map((version) => byVersion.get(version)?.mean_accuracy ?? null),
-        };
-      }),
+      series: [
+        ["accuracy", "mean_accuracy", sets],
+        ["reward", "mean_reward", sets.filter(hasOtherRewards)],
+      ].flatMap(([label, key, measured], kind) =>
+        measured.map((set) => {
+          const byVersion = new Map(set.evaluations.map((evaluation) => [evaluation.version, evaluation]));
+          return {
+            name: sets.length === 1 ? label : kind === 0 ? set.name : `${set.name}, ${label}`,
+            color: series(sets.indexOf(set) + kind * sets.length),
+            joined: true,
+            values: x.map((version) => byVersion.get(version)?.[key] ?? null),
+          };
+        }),
+      ),
     });
     const measured = sets.filter((set) => set.evaluations.length);
     fill(scores, measured.length ? scoreTable(measured) : null);
@@ -162,8 +177,11 @@ export function showOverview(visit) {
     const pace = mean(recent.map(duration));
     const evaluations = sets.find((set) => set.primary)?.evaluations ?? [];
     const [base, newest] = [evaluations[0]?.mean_accuracy, evaluations.at(-1)?.mean_accuracy];
+    const primary = sets.find((set) => set.primary);
+    const notes = explanations(steps, visit.run.config.task?.solved_at ?? null);
     fill(
       facts,
+      notes.map((note) => h("p", { class: "note" }, note)),
       tiles([
         [
           "Reward",
@@ -179,6 +197,15 @@ export function showOverview(visit) {
             ? `${sets.length > 1 ? `${evaluations.at(-1).evaluation_set}, ` : ""}version ${format.count(evaluations.at(-1).version)}; base model ${format.score(base)}`
             : "no evaluation yet",
         ],
+        ...(primary && hasOtherRewards(primary)
+          ? [
+              [
+                "Held-out reward",
+                format.score(evaluations.at(-1).mean_reward),
+                `version ${format.count(evaluations.at(-1).version)}; base model ${format.score(evaluations[0].mean_reward)}`,
+              ],
+            ]
+          : []),
         ["Entropy", format.number(last ? metric(last, "entropy") : null), "nats per token"],
         [
           "Staleness",
@@ -202,6 +229,10 @@ export function showOverview(visit) {
   }
 }
 
+/** Returns whether the mean reward of an evaluation is another number than its accuracy. */
+const hasOtherRewards = ({ evaluations }) =>
+  evaluations.some((evaluation) => Math.abs(evaluation.mean_reward - evaluation.mean_accuracy) > 1e-6);
+
 /** Returns the scores of the last evaluation on each set. */
 function scoreTable(sets) {
   const scoreOf = (set, metric) =>
@@ -224,6 +255,13 @@ function scoreTable(sets) {
       column("mean", "Share of correct responses"),
       column("pass", "Share of prompts with a correct response among n"),
       column("maj", "Share of prompts whose most frequent answer is correct"),
+      {
+        title: "Reward",
+        hint: "Mean reward of the responses",
+        number: true,
+        by: (set) => set.evaluations.at(-1).mean_reward,
+        cell: (set) => format.score(set.evaluations.at(-1).mean_reward),
+      },
       {
         title: "Bins",
         hint: "Prompts with 0, 1, … n correct responses",
@@ -290,7 +328,7 @@ function makeCharts({ name }) {
     }),
     evaluation: chart({
       title: "Held-out evaluation",
-      note: "Mean accuracy on the held-out prompts of each evaluation set.",
+      note: "Mean accuracy on the held-out prompts of each evaluation set, and the mean reward if it is another number.",
       y: "accuracy",
       x: "version",
       format: format.score,

@@ -152,6 +152,7 @@ def test_scores_come_with_intervals_and_majority_votes(stack: Endpoints) -> None
     # Blocks of two: 0; the first of two; the first of two; both, because of the tie; both.
     assert scores["maj", 2].value == pytest.approx((0 + 0.5 + 0.5 + 1 + 1) / 5)
     assert scores["pass", 4].high == 1.0
+    assert evaluation.mean_reward == evaluation.mean_accuracy == 0.5
 
 
 def test_without_recorded_answers_there_is_no_majority(stack: Endpoints) -> None:
@@ -162,6 +163,35 @@ def test_without_recorded_answers_there_is_no_majority(stack: Endpoints) -> None
     driver.client.post_groups(1, "evaluation", encode_groups(groups), evaluation_set="cd-4")
     (evaluation,) = driver.client.evaluations("cd-4")
     assert {score.metric for score in evaluation.scores} == {"mean", "pass"}
+
+
+@pytest.mark.parametrize(("answered", "expected"), [(0, None), (1, 0.2)])
+def test_rewards_of_any_number_have_a_mean_and_no_majority_without_answers(
+    stack: Endpoints, answered: int, expected: float | None
+) -> None:
+    """Of 5 prompts, the first `answered` have answers, which are correct."""
+    driver = Driver(stack, sets_config(f"sets-rewards-{answered}"))
+    items = driver.client.step_prompts(1, "evaluation", evaluation_set="cd-34").prompts
+    groups = [
+        TrajectoryGroup(
+            item.uid,
+            [2, 3],
+            1,
+            [
+                TrajectoryResponse(
+                    *([5], [-0.5], 0.5 * number, "stop", "x", number < answered),
+                    answer="yes" if number < answered else "",
+                )
+                for _ in range(4)
+            ],
+        )
+        for number, item in enumerate(items)
+    ]
+    driver.client.post_groups(1, "evaluation", encode_groups(groups), evaluation_set="cd-34")
+    (evaluation,) = driver.client.evaluations("cd-34")
+    assert evaluation.mean_reward == (0.0 + 0.5 + 1.0 + 1.5 + 2.0) / 5
+    majority = [score.value for score in evaluation.scores if score.metric == "maj"]
+    assert majority == ([] if expected is None else [expected, expected])
 
 
 def test_checkpoints_have_the_accuracy_on_the_primary_set(stack: Endpoints) -> None:

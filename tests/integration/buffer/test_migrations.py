@@ -136,6 +136,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Rewards other than 0 and 1 cannot be computed from what the older schema has.
         for table in ("rollout_group", "step_record"):
             connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
+        connection.execute("update evaluation set mean_reward = 0")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]
@@ -144,6 +145,10 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
     with psycopg.connect(plain(database)) as connection:
         for table in ("rollout_group", "step_record"):
             connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
+        # 0010 makes the rewards of groups of their accuracies, and 0030 evaluations of these.
+        cursor = connection.execute("select mean_reward, mean_accuracy from evaluation")
+        assert all(reward == pytest.approx(accuracy) for reward, accuracy in cursor)
+        connection.execute("update evaluation set mean_reward = 0")
     after = rows(database)
     # Going back loses the names of tokens, and the revoked ones.
     for table in before:
@@ -361,7 +366,8 @@ def test_an_older_run_has_the_set_test_and_keeps_its_evaluations(database: str) 
             ' config = \'{"evaluation": {"primary": "test"}}\''
         )
         connection.execute(
-            "insert into evaluation select id, 1, 0.75, '[0, 1]', 1, 4, 'second' from run"
+            "insert into evaluation (run_id, version, evaluation_set, mean_accuracy, mean_reward,"
+            " bins, prompts, tokens) select id, 1, 'second', 0.75, 0.75, '[0, 1]', 1, 4 from run"
         )
     downgrade(database, "0009")
     with psycopg.connect(plain(database)) as connection:

@@ -85,7 +85,7 @@ def test_a_full_batch_without_mixed_groups_is_explained(bins: list[int], note: b
         (
             None,
             [4, 0, 0, 0, 0],
-            "note: step 2: no response had the status `ok`, although rewards differ (mean 0.846): "
+            "note: step 2: no response counts as correct, although rewards differ (mean 0.846): "
             "groups train, but all prompts seem equally hard to what goes by the accuracy k/G "
             "(buffers, replay window, adaptive samplers, evaluations); set task.solved_at to the "
             "reward from which a response counts as correct",
@@ -93,9 +93,9 @@ def test_a_full_batch_without_mixed_groups_is_explained(bins: list[int], note: b
         (
             1.5,
             [4, 0, 0, 0, 0],
-            "no response had a reward of task.solved_at=1.5, although rewards differ (mean 0.846)",
+            "no response has a reward of task.solved_at=1.5 or more, although rewards differ",
         ),
-        (None, [0, 0, 0, 0, 4], "every response had the status `ok`, although rewards differ"),
+        (None, [0, 0, 0, 0, 4], "every response counts as correct, although rewards differ"),
         (-1.0, [0, 0, 0, 0, 4], "; raise task.solved_at in a new run"),
         (1.5, [3, 1, 0, 0, 0], ""),
     ],
@@ -268,6 +268,7 @@ def test_the_accuracy_of_the_base_model_is_printed_before_the_first_step() -> No
         version=1,
         evaluation_set="test",
         mean_accuracy=0.25,
+        mean_reward=0.25,
         bins=[3, 1],
         prompts=4,
         tokens=9,
@@ -276,7 +277,11 @@ def test_the_accuracy_of_the_base_model_is_printed_before_the_first_step() -> No
     for _ in range(2):
         display.update([], [base], [engine("serving")], at(0))
     assert printed.getvalue().count("held-out accuracy 0.250 (base)") == 1
-    newer = base.model_copy(update={"version": 6, "mean_accuracy": 0.5})
+    newer = base.model_copy(update={"version": 6, "mean_accuracy": 0.5, "mean_reward": 0.5})
     counts = {"fresh": 4, "reevaluated": 0, "replayed": 0}
     display.update([step_view(step=9, counts=counts)], [base, newer], [], None)
     assert "accuracy 0.500 (version 6; base 0.250)" in printed.getvalue()
+    newer = newer.model_copy(update={"mean_reward": 1.5})
+    display.update([step_view(step=9, counts=counts)], [base, newer], [], None)
+    expected = "accuracy 0.500, reward 1.500 (version 6; base 0.250, reward 0.250)"
+    assert expected in printed.getvalue()

@@ -56,6 +56,7 @@ def evaluation(version: int, accuracy: float) -> Evaluation:
         version=version,
         evaluation_set="test",
         mean_accuracy=accuracy,
+        mean_reward=accuracy,
         bins=[zero, 8 - zero],
         prompts=8,
         tokens=0,
