@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def run_pipeline(
     ):
         os.environ.update(environment)
         parameters = store_parameters(parameters, lambda: client_of(endpoints, run))
-        echo(format_addresses(endpoints, home))
+        echo(format_addresses(endpoints, home, with_token=sys.stdout.isatty()))
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
         name = {RUN: run}
         code = _execute({**resources, **parameters, **name}, output, segments, imports)

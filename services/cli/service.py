@@ -54,10 +54,15 @@ def require_stack(alternative: str) -> Endpoints:
     return stack
 
 
-def format_addresses(endpoints: Endpoints, home: Path) -> str:
-    """Returns lines that say where a person finds the services of this machine."""
+def format_addresses(endpoints: Endpoints, home: Path, *, with_token: bool) -> str:
+    """Returns lines that say where a person finds the services of this machine.
+
+    with_token: whether the dashboard's link carries the token of the stack, in its fragment, which
+    browsers do not send. Only a terminal may get it: files and other programs keep what they get.
+    """
+    fragment = f"#token={endpoints.token}" if with_token else ""
     return (
-        f"dashboard  {endpoints.buffer_url}/\n"
+        f"dashboard  {endpoints.buffer_url}/{fragment}\n"
         f"REST API   {endpoints.buffer_url}/docs\n"
         f'token      "token" in {home / "stack.json"}\n'
         f"logs       {home / 'logs'}"

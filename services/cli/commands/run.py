@@ -95,7 +95,9 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             loaded = pin_model(loaded, home, open_store=open_local_object_store)
         model = ensure_model(loaded, home, open_store=open_local_object_store)
         resume_command = _resume_command(config.file, loaded.name)
-        console.print(format_addresses(endpoints, home))
+        console.print(
+            format_addresses(endpoints, home, with_token=console.is_terminal), soft_wrap=True
+        )
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from services.cli.echo import echo
@@ -26,7 +28,7 @@ def up(port: int) -> None:
     """Start the services, which run until `bapo stack down`."""
     home = default_home()
     endpoints = stack_up(home, port)
-    echo(format_addresses(endpoints, home))
+    echo(format_addresses(endpoints, home, with_token=sys.stdout.isatty()))
     if port and not endpoints.buffer_url.endswith(f":{port}"):
         echo(f"note: it ran already; for port {port}, run `bapo stack down` first")
 

@@ -11,6 +11,7 @@ import pytest
 
 from bapo_core.config import config_from, load_config
 from services.cli.local_run import LocalRun, _make_scratch, engine_share, next_free_name
+from services.cli.service import format_addresses
 from services.stack.supervisor import ProcessFailed, Supervisor
 
 
@@ -32,6 +33,16 @@ def test_a_new_name_is_that_of_no_run_and_of_no_report(tmp_path: Path) -> None:
     (tmp_path / "countdown-2").mkdir()
     assert next_free_name(client, "countdown", tmp_path) == "countdown-3"
     assert next_free_name(client, "geometry", tmp_path) == "geometry"
+
+
+@pytest.mark.parametrize(("with_token", "tail"), [(True, "/#token=t0ken"), (False, "/")])
+def test_the_link_to_the_dashboard_has_the_token_where_that_is_asked_for(
+    with_token: bool, tail: str, tmp_path: Path
+) -> None:
+    endpoints = Mock(buffer_url="http://127.0.0.1:8700", token="t0ken")
+    first, *others = format_addresses(endpoints, tmp_path, with_token=with_token).splitlines()
+    assert first == f"dashboard  http://127.0.0.1:8700{tail}"
+    assert "t0ken" not in "".join(others)
 
 
 def test_what_a_killed_process_wrote_last_is_not_the_reason(tmp_path: Path) -> None:
