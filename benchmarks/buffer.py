@@ -394,6 +394,8 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         pa.array([[]] * rows, SCHEMA.field("interruptions").type),
         pa.array(["scored"] * rows),
         pa.array([[]] * rows, SCHEMA.field("repeated").type),
+        pa.array(["ok"] * rows),
+        pa.array(["x"] * rows),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")

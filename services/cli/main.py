@@ -42,6 +42,9 @@ SECTIONS = {
         "prompts": Lazy(f"{_IN}.prompts:prompts", "List training prompts by difficulty."),
         "prompt": Lazy(f"{_IN}.prompts:prompt", "Show the attempts at one prompt."),
         "group": Lazy(f"{_IN}.group:group", "Show the responses of one group."),
+        "responses": Lazy(
+            f"{_IN}.responses:responses", "Show what the model wrote, and what the verifier read."
+        ),
         "batches": Lazy(f"{_IN}.batches:batches", "Show the composition of the batches."),
         "buffer": Lazy(
             f"{_IN}.buffer:buffer", "Show the contents of a buffer, or the sizes of both."
@@ -90,7 +93,8 @@ def bapo() -> None:
       bapo stack up                               keep REST API and dashboard running
       bapo prompts countdown --order hardest      list the hardest prompts
       bapo prompt countdown UID --step 40         see why it was trained, or not
-      bapo group countdown 318                    read what the model wrote
+      bapo responses countdown --set test --wrong
+                                                  read what the model wrote
       bapo pipeline run-local examples/countdown.yaml
                                                   try the pipeline without a cluster
 

@@ -191,6 +191,8 @@ class Delivery:
             interruptions,
             verdict.outcome,
             repeated,
+            verdict.status,
+            verdict.extracted,
         )
 
 

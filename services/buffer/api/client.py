@@ -559,6 +559,15 @@ class BufferClient:
         """Returns a group with its trajectories. Raises `ServiceError` (404) for an unknown id."""
         return self._get(wire.GroupView, f"groups/{group_id}")
 
+    def responses(self, *, page_size: int = 50, **filters: Any) -> Iterator[wire.ListedResponse]:
+        """Yields what the model wrote, by step and group.
+
+        filters: evaluation_set, first, last, correct and contains, as the parameters of
+        `GET /v1/runs/{run}/responses`.
+        """
+        path = f"runs/{self.run}/responses"
+        yield from self._get_all(wire.ListedResponse, path, limit=page_size, **filters)
+
     def difficulty_parquet(self) -> bytes:
         """Returns the difficulty table of the run as a Parquet file."""
         return bytes(self._send("GET", f"/v1/runs/{self.run}/difficulty.parquet").content)

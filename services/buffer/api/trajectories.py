@@ -38,16 +38,27 @@ SCHEMA = pa.schema(
         ("interruptions", pa.map_(pa.int32(), pa.int64())),
         ("outcome", pa.string()),
         ("repeated", pa.map_(pa.string(), pa.int32())),
+        ("status", pa.string()),
+        ("extracted", pa.string()),
     ]
 )
-"""`answer` may be null, because earlier versions did not record it; no other column may."""
+"""The columns of trajectories. Those of `NULLABLE` may hold nulls."""
+NULLABLE = ("answer", "status", "extracted")
+"""Columns that earlier versions did not record; `extracted` is null without an answer, too."""
 
-_SCHEMA_WITHOUT_OUTCOMES = pa.schema(list(SCHEMA)[:-2])
-_SCHEMA_WITHOUT_INTERRUPTIONS = pa.schema(list(SCHEMA)[:-3])
-_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-4])
-_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-6])
+
+def _columns_up_to(last: str) -> pa.Schema:
+    return pa.schema(list(SCHEMA)[: SCHEMA.get_field_index(last) + 1])
+
+
+_SCHEMA_WITHOUT_STATUSES = _columns_up_to("repeated")
+_SCHEMA_WITHOUT_OUTCOMES = _columns_up_to("interruptions")
+_SCHEMA_WITHOUT_INTERRUPTIONS = _columns_up_to("answer")
+_SCHEMA_WITHOUT_ANSWERS = _columns_up_to("reward_parts")
+_OLD_SCHEMA = _columns_up_to("text")
 """The columns of objects that were stored while rewards were 0 or 1."""
 _OLDER_SCHEMAS = (
+    _SCHEMA_WITHOUT_STATUSES,
     _SCHEMA_WITHOUT_OUTCOMES,
     _SCHEMA_WITHOUT_INTERRUPTIONS,
     _SCHEMA_WITHOUT_ANSWERS,
@@ -79,6 +90,8 @@ class TrajectoryResponse:
     interrupt_rollouts`): the index of the first token that each of them sampled, and their policy
     version; empty if the group's policy version sampled all tokens. outcome: what happened to it.
     repeated: how often it had to be sampled or scored again, by the `Outcome` that was the cause.
+    status: the verifier's, such as `ok` or `no_answer`; None if it was not recorded. extracted: the
+    answer as the verifier read it, before it was normalised; None without one.
     """
 
     token_ids: list[int]
@@ -92,6 +105,8 @@ class TrajectoryResponse:
     interruptions: dict[int, int] = field(default_factory=dict)
     outcome: Outcome = Outcome.SCORED
     repeated: dict[str, int] = field(default_factory=dict)
+    status: str | None = None
+    extracted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +149,7 @@ def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     """Decodes an Arrow IPC stream.
 
     Raises `TrajectoryError` unless it has exactly the columns of `schema`, or of one of the `older`
-    ones, without nulls but in the column `answer`, and takes at most `LARGEST_TABLE` bytes.
+    ones, without nulls but in the columns of `NULLABLE`, and takes at most `LARGEST_TABLE` bytes.
     """
     try:
         size = memory_of(data)
@@ -151,7 +166,7 @@ def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     if not any(map(table.schema.equals, (schema, *older))):
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
         raise TrajectoryError(f"the columns must be exactly ({columns})")
-    if any(table[name].null_count for name in table.schema.names if name != "answer"):
+    if any(table[name].null_count for name in table.schema.names if name not in NULLABLE):
         raise TrajectoryError("the columns must not hold nulls")
     return table
 
@@ -167,7 +182,8 @@ def read_trajectories(data: bytes) -> pa.Table:
 def with_all_columns(table: pa.Table) -> pa.Table:
     """Returns the table with all columns from `correct` on.
 
-    Tables of earlier versions lack some of them: outcomes, which follow from the part `failed` of
+    Tables of earlier versions lack some of them: statuses and extracted answers, which are null
+    then; outcomes, which follow from the part `failed` of
     the rewards; interruptions, of which there were none; answers,
     which are null then; or all, if rewards are 0 or 1, from which `correct` and `reward_parts`
     follow.
@@ -192,6 +208,8 @@ def with_all_columns(table: pa.Table) -> pa.Table:
         ]
         none = pa.array([[]] * table.num_rows, SCHEMA.field("repeated").type)
         columns = [*columns, pa.array(outcomes, pa.string()), none]
+    if len(columns) == len(_SCHEMA_WITHOUT_STATUSES):
+        columns = [*columns, *2 * [pa.nulls(table.num_rows, pa.string())]]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
@@ -220,6 +238,8 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "interruptions": response.interruptions,
             "outcome": response.outcome,
             "repeated": response.repeated,
+            "status": response.status,
+            "extracted": response.extracted,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -465,6 +485,8 @@ def _group(table: pa.Table) -> TrajectoryGroup:
             dict(row["interruptions"]),
             Outcome(row["outcome"]),
             dict(row["repeated"]),
+            row["status"],
+            row["extracted"],
         )
         for row in rows
     ]

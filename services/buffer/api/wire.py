@@ -1047,8 +1047,8 @@ class BatchSummary(Wire):
     """r_tot of Eq. 8: the accuracy that moves the replay window, from 0 to 1."""
 
 
-class ResponseView(Wire):
-    """A response of a group."""
+class Response(Wire):
+    """A response and its verdict, without its tokens."""
 
     text: str
     """Decoded text of the response."""
@@ -1060,6 +1060,20 @@ class ResponseView(Wire):
     """Parts of the reward by name, without weights."""
     finish_reason: str
     """stop, or length when the response was cut at its largest number of tokens."""
+    outcome: Outcome
+    """What happened to the response: scored, or timed_out or crashed, which count as wrong
+    answers."""
+    status: str | None
+    """The verifier's status, such as ok, no_answer or wrong_value; null for responses of an older
+    version, which did not record it."""
+    extracted: str | None
+    """The answer that the verifier read in the response; null if it read none, or if `status` is
+    null."""
+
+
+class ResponseView(Response):
+    """A response of a group."""
+
     token_ids: list[int]
     """Token ids of the response, without the prompt's."""
     logprobs: list[float]
@@ -1067,11 +1081,29 @@ class ResponseView(Wire):
     interruptions: dict[int, int]
     """Where other weights went on with the response (sync.interrupt_rollouts): the index of the
     first token that each of them sampled, and their policy version."""
-    outcome: Outcome
-    """What happened to the response: scored, or timed_out or crashed, which count as wrong
-    answers."""
     repeated: dict[str, int]
     """How often it was sampled or scored again, by the outcome that was the cause."""
+
+
+class ListedResponse(Response):
+    """A response in a list of responses of several groups."""
+
+    group_id: int
+    """Identifier of its group."""
+    index: int
+    """Index in its group, from 0."""
+    prompt_uid: str
+    """Identifier of the prompt."""
+    payload: dict[str, Any]
+    """The problem in the task's own format."""
+    kind: Kind
+    """Purpose of the rollout: fresh, reevaluation or evaluation."""
+    step: int
+    """Training step at which the group was generated; for an evaluation, the policy version."""
+    policy_version: int
+    """Policy version that generated the group."""
+    tokens: int
+    """Number of its tokens."""
 
 
 class GroupView(Wire):

@@ -31,7 +31,7 @@ def record_evaluation(run: Run, version: int, evaluation_set: str | None = None)
 
     evaluation_set: name of the set; None is the primary one, here and below.
     """
-    name, size = _resolve_set(run, evaluation_set)
+    name, size = resolve_set(run, evaluation_set)
     groups = _read_groups(run, version, name)
     correct = [group.correct for group in groups]
     run.session.execute(
@@ -52,7 +52,7 @@ def record_evaluation(run: Run, version: int, evaluation_set: str | None = None)
     )
 
 
-def _resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
+def resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
     """Returns the name of a set and its samples; raises 404 if the run has no such set."""
     config = run.config
     name = evaluation_set or config.primary_set
@@ -99,7 +99,7 @@ def _majority_scores(
 
 def list_evaluations(run: Run, evaluation_set: str | None = None) -> list[wire.Evaluation]:
     """Returns every complete evaluation on a set, by policy version; 404 if there is no set."""
-    name, _ = _resolve_set(run, evaluation_set)
+    name, _ = resolve_set(run, evaluation_set)
     rows = run.session.scalars(
         select(EvaluationRecord)
         .where(EvaluationRecord.run_id == run.id, EvaluationRecord.evaluation_set == name)
@@ -152,7 +152,7 @@ def evaluation_migration(
 
     Raises 404 unless both versions have a complete evaluation on the set.
     """
-    name, size = _resolve_set(run, evaluation_set)
+    name, size = resolve_set(run, evaluation_set)
     first, second = (_correct_by_uid(run, version, name) for version in (before, after))
     return wire.Migration(
         before=before,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -66,14 +66,16 @@ def arrow_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[
     sink = _Sink()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, SCHEMA, options=options) as writer:
-        for number, rows in enumerate(_rows_of(store, members)):
+        for number, rows in enumerate(rows_of_groups(store, members)):
             numbers = pa.array([number] * rows.num_rows, pa.int32())
             writer.write_table(rows.set_column(0, SCHEMA.field(0), numbers))
             yield sink.take()
     yield sink.take()
 
 
-def _rows_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[pa.Table]:
+def rows_of_groups(
+    store: ObjectStore, members: Sequence[ManifestMember]
+) -> Generator[pa.Table, None, None]:
     """Yields the rows of each group. Groups that follow each other in an object share one pass."""
     for chunk in _split_by_object(members):
         with store.stream(chunk[0].object_key, chunk[0].object_digest) as stream:

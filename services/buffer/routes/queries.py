@@ -17,6 +17,7 @@ from services.buffer.queries import (
     exports,
     progress,
     prompts,
+    responses,
 )
 from services.buffer.routes.common import (
     LARGEST,
@@ -286,6 +287,54 @@ def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
     if manifest is None:
         raise not_found(f"batch of step {step} in run {name!r}")
     return manifest
+
+
+@router.get("/responses", tags=["groups"])
+def list_responses(
+    service: ServiceDep,
+    name: RunName,
+    evaluation_set: Annotated[
+        str | None,
+        Query(max_length=32, description="Name of an evaluation set; default: training prompts"),
+    ] = None,
+    first: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=LARGEST,
+            description="First step, or policy version of an evaluation; default: `last`",
+        ),
+    ] = None,
+    last: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=LARGEST,
+            description="Last step, or policy version of an evaluation; default: the newest",
+        ),
+    ] = None,
+    correct: Annotated[
+        bool | None, Query(description="Only correct responses, or only wrong ones")
+    ] = None,
+    contains: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=200,
+            pattern=r"^[^\x00]+$",
+            description="Part of the text, in any case",
+        ),
+    ] = None,
+    cursor: Cursor = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> wire.Page[wire.ListedResponse]:
+    """Lists what the model wrote, with verdicts, in a range of steps or of evaluations.
+
+    Reads the trajectories of at most 256 groups: a page may hold fewer responses than `limit`, or
+    none, although `next` says that a page follows.
+    """
+    filter_ = responses.Filter(evaluation_set, first, last, correct, contains)
+    return responses.list_responses(service, name, filter_, cursor, limit)
 
 
 @router.get("/groups/{group_id}", tags=["groups"])

@@ -34,7 +34,9 @@ def after_cursor(
     """
     statement = statement.order_by(*columns).limit(limit + 1)
     if cursor is not None:
-        statement = statement.where(tuple_(*columns) > tuple_(*_decode(cursor, order, columns)))
+        statement = statement.where(
+            tuple_(*columns) > tuple_(*decode_cursor(cursor, order, columns))
+        )
     return statement
 
 
@@ -47,15 +49,20 @@ def page_of(
 ) -> wire.Page[Item]:
     """Builds a page of the first `limit` rows, with the cursor of the next page if there is one."""
     page_rows = rows[:limit]
-    cursor = _encode(order, key(page_rows[-1])) if len(rows) > limit else None
+    cursor = encode_cursor(order, key(page_rows[-1])) if len(rows) > limit else None
     return wire.Page(items=[view(row) for row in page_rows], next=cursor)
 
 
-def _encode(order: str, key: Key) -> str:
+def encode_cursor(order: str, key: Key) -> str:
+    """Returns the cursor after the row of this key in a list of this order."""
     return base64.urlsafe_b64encode(json.dumps([order, *key]).encode()).decode().rstrip("=")
 
 
-def _decode(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> list[Any]:
+def decode_cursor(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> list[Any]:
+    """Returns the key of a cursor, which has values of the types of `columns`.
+
+    Raises 400 for a cursor of another order.
+    """
     refused = bad_request(
         f"cursor: {cursor[:80]!r} is not a cursor of this list; start without a cursor, or pass "
         "the `next` of the page before, with the same order"

@@ -162,6 +162,8 @@ def group_view(
                 interruptions=response.interruptions,
                 outcome=response.outcome,
                 repeated=response.repeated,
+                status=response.status,
+                extracted=response.extracted,
             )
             for response in trajectory.responses
         ],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
-from bapo_core.outcomes import Outcome
 from services.buffer.api import wire
 from services.cli.echo import echo
 from services.cli.options import json_option, run_argument
+from services.cli.responses import describe_response, print_payload
 from services.cli.service import connect
 from services.cli.tables import print_json
 
@@ -45,26 +43,12 @@ def _print_group(group: wire.GroupView) -> None:
         f"{group.prompt_uid}: {correct} of {len(group.responses)} responses are correct "
         f"({group.kind}, step {group.step}, policy version {group.policy_version})"
     )
-    for key, value in group.payload.items():
-        echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
+    print_payload(group.payload)
     for number, response in enumerate(group.responses, start=1):
-        facts = [
-            f"reward {response.reward:g}",
-            _describe_verdict(response),
-            f"{len(response.token_ids)} tokens",
+        repeated = [
+            f"done again {count} times ({cause})" for cause, count in response.repeated.items()
         ]
-        if response.finish_reason == "length":
-            facts.append("cut at the largest number of tokens")
+        facts = [*describe_response(response, len(response.token_ids)), *repeated]
         echo()
         echo(f"response {number}: {', '.join(facts)}", bold=True)
         echo(response.text)
-
-
-def _describe_verdict(response: wire.ResponseView) -> str:
-    repeated = "".join(
-        f", done again {count} times ({cause})" for cause, count in response.repeated.items()
-    )
-    if response.outcome != Outcome.SCORED:
-        how = "took too long" if response.outcome == Outcome.TIMED_OUT else "failed"
-        return f"no verdict: the reward function {how}{repeated}"
-    return ("correct" if response.correct else "wrong") + repeated

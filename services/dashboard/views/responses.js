@@ -50,6 +50,7 @@ function head(response, i) {
       { class: "note" },
       `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
     ),
+    reading(response),
     response.outcome !== "scored" &&
       h("span", { class: "note" }, `no verdict: ${format.term(response.outcome)}`),
     ...Object.entries(response.repeated).map(([cause, count]) =>
@@ -61,6 +62,16 @@ function head(response, i) {
     h("span", { class: "note index" }, `#${i + 1}`),
   );
 }
+
+/** The verifier's status and the answer that it read; responses of older versions have neither. */
+const reading = (response) =>
+  response.status !== null &&
+  h(
+    "span",
+    { class: "note" },
+    response.status === "ok" ? "" : `status ${response.status}, `,
+    response.extracted === null ? "no answer read" : ["answer read: ", h("bdi", {}, response.extracted)],
+  );
 
 const text = (response) =>
   response.text === ""

@@ -92,9 +92,30 @@ def test_the_responses_of_a_group_can_be_read(ask: Ask, driver: Driver) -> None:
         f"{member.prompt_uid}: {member.correct} of {member.size} responses are correct"
     )
     for number, response in enumerate(group.responses, start=1):
-        verdict = "correct" if response.correct else "wrong"
-        assert f"response {number}: reward {response.reward:g}, {verdict}, " in shown
+        verdict = "correct" if response.correct else "wrong (wrong_value)"
+        assert (
+            f"response {number}: reward {response.reward:g}, {verdict}, answer read: 1 + 2, "
+        ) in shown
         assert f"\n{response.text}\n" in shown
+
+
+def test_what_the_model_wrote_is_listed(ask: Ask, driver: Driver) -> None:
+    listed = json.loads(ask("responses", "asked", "--wrong", "--limit", "3", "--json"))
+    assert len(listed) == 3
+    assert listed == [
+        response.model_dump(mode="json")
+        for response in list(driver.client.responses(correct=False))[:3]
+    ]
+    first = listed[0]
+    shown = ask("responses", "asked", "--wrong", "--limit", "3")
+    assert shown.startswith(
+        f"{first['prompt_uid']} ({first['kind']}, step 4, group {first['group_id']})\n"
+    )
+    assert (
+        f"response {first['index'] + 1}: reward 0, wrong (wrong_value), answer read: 1 + 2, "
+        f"{first['tokens']} tokens\n1+2\n"
+    ) in shown
+    assert ask("responses", "asked", "--contains", "no such text", "--first", "1") == ""
 
 
 def test_responses_cannot_change_the_terminal(

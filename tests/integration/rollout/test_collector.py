@@ -315,6 +315,7 @@ def test_rewards_are_composed_of_the_verdict_and_the_length(stack: Endpoints) ->
     assert group.reward_parts == expected
     for response in group.responses:
         assert not response.correct
+        assert (response.status, response.extracted) == ("wrong_numbers", response.text)
         assert response.reward_parts == expected
         assert response.reward == pytest.approx(-1.0 + 0.5 * 1.0 + 0.2 * -0.5)
     assert (group.accuracy, group.mean_reward) == (0.0, pytest.approx(-0.6))

@@ -125,6 +125,8 @@ def synthetic_group(
                 correct=correct,
                 reward_parts={"answer": float(correct)},
                 answer="1+2",
+                status="ok" if correct else "wrong_value",
+                extracted="1 + 2",
             )
         )
     return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)

@@ -42,6 +42,8 @@ def responses(draw: st.DrawFn) -> TrajectoryResponse:
         ),
         answer=draw(st.none() | st.text(max_size=3)),
         interruptions=draw(st.dictionaries(st.integers(0, 4), st.integers(1, 2**40))),
+        status=draw(st.none() | st.sampled_from(["ok", "no_answer"])),
+        extracted=draw(st.none() | st.text(max_size=3)),
     )
 
 
@@ -79,6 +81,8 @@ def rows() -> list[dict[str, Any]]:
             "interruptions": {},
             "outcome": "scored",
             "repeated": {},
+            "status": "ok",
+            "extracted": "x",
         }
         for group in range(2)
         for index in range(2)
@@ -133,7 +137,7 @@ def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> Non
 
 def test_trajectories_of_earlier_versions_are_read() -> None:
     """Their rewards are 0 or 1: a response is correct if its reward is 1."""
-    earlier = pa.schema(list(SCHEMA)[:-6])
+    earlier = pa.schema(list(SCHEMA)[:-8])
     assert earlier.names[-1] == "text"
     stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
     read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
@@ -148,7 +152,12 @@ def test_trajectories_of_earlier_versions_are_read() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "last", "answer"),
-    [(-4, "reward_parts", None), (-3, "answer", "x"), (-2, "interruptions", "x")],
+    [
+        (-6, "reward_parts", None),
+        (-5, "answer", "x"),
+        (-4, "interruptions", "x"),
+        (-2, "repeated", "x"),
+    ],
 )
 def test_columns_that_earlier_versions_did_not_store_are_empty(
     columns: int, last: str, answer: str | None
@@ -159,12 +168,15 @@ def test_columns_that_earlier_versions_did_not_store_are_empty(
         assert [response.answer for response in group.responses] == [answer, answer]
         assert all(response.interruptions == {} for response in group.responses)
         assert all(response.outcome == Outcome.SCORED for response in group.responses)
+        assert {(response.status, response.extracted) for response in group.responses} == {
+            (None, None)
+        }
 
 
 def test_the_outcome_of_an_earlier_response_follows_from_its_reward() -> None:
     stored = rows()
     stored[1]["reward_parts"] = {"answer": 0.0, "failed": 1.0}
-    earlier = pa.schema(list(SCHEMA)[:-2])
+    earlier = pa.schema(list(SCHEMA)[:-4])
     first, second = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
     assert [response.outcome for response in first.responses] == [Outcome.SCORED, Outcome.CRASHED]
     assert [response.outcome for response in second.responses] == [Outcome.SCORED] * 2
