@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.progress import track
 
@@ -24,7 +24,7 @@ from bapo_core.outcomes import has_answer
 from bapo_core.rewards import reward_parts, total_reward
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
-from services.buffer.api.wire import Evaluation, Score
+from services.buffer.api.wire import Evaluation, Response, Score
 from services.cli.console import plain_console
 from services.cli.reward_files import read_reward_file
 from services.cli.service import data_sources
@@ -49,19 +49,36 @@ PROMPTS_AT_ONCE = 16
 """Prompts between two movements of the progress bar."""
 
 
+class SampledResponse(Response):
+    """A response of an evaluation, and the prompt that it answers."""
+
+    evaluation_set: str
+    """Name of the evaluation set."""
+    prompt_uid: str
+    """Identifier of the prompt."""
+    payload: dict[str, Any]
+    """The problem in the task's own format."""
+    index: int
+    """Index of the response among the responses to the prompt, from 0."""
+    tokens: int
+    """Number of its tokens."""
+
+
 def evaluate_directory(
     config: RunConfig,
     directory: Path,
     *,
     blank_images: bool = False,
     note: Callable[[str], None] = lambda _: None,
+    keep: Callable[[SampledResponse], None] = lambda _: None,
 ) -> list[Evaluation]:
     """Samples the prompts of every evaluation set and scores the responses.
 
     The model counts as policy version 1.
 
     blank_images: whether the model is shown white images of the same sizes. note: takes a line on
-    a data set of which something was left out or cannot be read.
+    a data set of which something was left out or cannot be read. keep: takes each response, in
+    order, once all of its set are scored.
 
     Raises `BapoError` when `directory` holds no model, when a set cannot be read, and when images
     are to be blank but no prompt has one, and when the reward function fails on all responses.
@@ -83,7 +100,7 @@ def evaluate_directory(
     tokenizer, vision = load_tokenizer(directory), load_processor(directory)
     limits = ModelLimits.read(directory)
     return [
-        _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision, limits)
+        _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision, limits, keep)
         for name, settings in config.evaluation_sets.items()
     ]
 
@@ -137,6 +154,7 @@ def _evaluate_set(
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None,
     limits: ModelLimits,
+    keep: Callable[[SampledResponse], None],
 ) -> Evaluation:
     task = get_task(config.task.name, **settings.options)
     limits.check_length(config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
@@ -168,10 +186,29 @@ def _evaluate_set(
         verdicts = pool.verify(task.name, verifier_options(settings.options, text), responses)
     finally:
         pool.close()
+    n, solved_at = settings.samples, config.task.solved_at
+    generated = [response for group in groups for response in group.responses]
+    for number, (response, verdict) in enumerate(zip(generated, verdicts, strict=True)):
+        prompt = dataset.prompts[number // n]
+        keep(
+            SampledResponse(
+                evaluation_set=settings.name,
+                prompt_uid=prompt.uid,
+                payload=prompt.payload,
+                index=number % n,
+                text=responses[number][1],
+                reward=verdict.reward,
+                correct=verdict.is_correct(solved_at),
+                reward_parts=verdict.parts,
+                finish_reason=response.finish_reason,
+                outcome=verdict.outcome,
+                status=verdict.status,
+                extracted=verdict.extracted,
+                tokens=len(response.token_ids),
+            )
+        )
     _note_failures(task.name, settings.name, verdicts)
     _note_cut_off(settings.name, groups, config.rollout.max_response_tokens)
-    n = settings.samples
-    solved_at = config.task.solved_at
     correct = _split_by_prompt([verdict.is_correct(solved_at) for verdict in verdicts], n)
     answers = _split_by_prompt(
         [normalise_answer(task, verdict.extracted) for verdict in verdicts], n

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from pathlib import Path
+
 import click
 
 from services.cli.console import plain_console
@@ -38,6 +41,14 @@ from services.stack.settings import default_home
     help="Show the model white images of the same sizes: the accuracy that remains does not come "
     "from the images.",
 )
+@click.option(
+    "--responses",
+    "responses_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    show_default="runs/eval-MODEL-TIME.jsonl",
+    help="Write each response with its verdict to this file, as a line of JSON.",
+)
 @json_option
 def evaluate(
     model: str,
@@ -45,13 +56,15 @@ def evaluate(
     suite: str | None,
     data: tuple[str, ...],
     blank_images: bool,
+    responses_file: Path | None,
     as_json: bool,
 ) -> None:
     """Measure the accuracy of a model.
 
     Samples the prompts of a configuration's evaluation sets, or of a suite, and prints for each
     set the mean accuracy (mean@n), pass@k and maj@k with 95% confidence intervals, and how many
-    prompts have 0, 1, ... n correct samples.
+    prompts have 0, 1, ... n correct samples. What the model wrote, and what the verifier read in
+    it, is written to a file.
 
     \b
     Examples:
@@ -61,7 +74,7 @@ def evaluate(
       bapo eval tiny-vision examples/geometry.yaml --blank-images
       bapo eval exported/ rollout.max_response_tokens=4096 --suite maths --data benchmarks/
     """
-    from services.cli.evaluate import evaluate_directory  # imports torch
+    from services.cli.evaluate import SampledResponse, evaluate_directory  # imports torch
     from services.report.scores import COLUMNS, INTERVALS, score_rows
 
     console = plain_console(stderr=True)
@@ -75,13 +88,27 @@ def evaluate(
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}")
     directory = find_model(model, default_home(), open_store=open_local_object_store)
-    evaluations = evaluate_directory(
-        loaded,
-        directory,
-        blank_images=blank_images,
-        note=lambda text: console.print(f"note: {text}", markup=False),
-    )
+    file = responses_file or _default_file(directory)
+    sampled: list[SampledResponse] = []
+    try:
+        evaluations = evaluate_directory(
+            loaded,
+            directory,
+            blank_images=blank_images,
+            note=lambda text: console.print(f"note: {text}", markup=False),
+            keep=sampled.append,
+        )
+    finally:  # Responses tell why an evaluation failed, too.
+        if sampled:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(f"{response.model_dump_json()}\n" for response in sampled))
+            console.print(f"responses: {file}", soft_wrap=True)
     rows = score_rows(evaluations)
     show(evaluations, COLUMNS, rows, as_json=as_json, empty="nothing was evaluated")
     if not as_json:
         echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")
+
+
+def _default_file(directory: Path) -> Path:
+    """Returns the file of an evaluation that begins now, named after the model's directory."""
+    return Path("runs") / f"eval-{directory.name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl"

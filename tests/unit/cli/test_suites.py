@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import Evaluation
+from services.cli.evaluate import SampledResponse
 from services.cli.main import bapo
 from services.cli.suites import suite_config
 from services.datasets import load_evaluation_sets
@@ -110,7 +111,10 @@ def test_invalid_data_of_a_suite_are_refused(data: tuple[str, ...], message: str
         maths(*data)
 
 
-def test_a_model_is_measured_on_every_set_of_a_suite(small_model: Path) -> None:
+def test_a_model_is_measured_on_every_set_of_a_suite(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     arguments = [
         *("eval", str(small_model), "task={options: {template: short}, test_prompts: 3}"),
         *("rollout.max_response_tokens=8", "rollout.max_prompt_tokens=24"),
@@ -125,13 +129,31 @@ def test_a_model_is_measured_on_every_set_of_a_suite(small_model: Path) -> None:
         *[("pass", 2), ("pass", 4)],
         *[("maj", 2), ("maj", 4)],
     }
-    table = CliRunner().invoke(bapo, arguments, catch_exceptions=False, env={"COLUMNS": "160"})
+    (written,) = tmp_path.glob("runs/eval-*.jsonl")
+    assert f"responses: runs/{written.name}" in result.stderr
+    kept = list(map(SampledResponse.model_validate_json, written.read_text().splitlines()))
+    assert [(one.evaluation_set, one.index) for one in kept] == [
+        (name, index) for name in ("cd-34", "cd-4") for _ in range(3) for index in range(4)
+    ]
+    assert sum(one.correct for one in kept[:12]) == sum(k * n for k, n in enumerate(first.bins))
+    assert sum(one.tokens for one in kept[12:]) == second.tokens
+    assert all((one.status == "ok") == one.correct for one in kept)
+    table = CliRunner().invoke(
+        bapo,
+        [*arguments, "--responses", "mine/written.jsonl"],
+        catch_exceptions=False,
+        env={"COLUMNS": "160"},
+    )
     assert "mean@n" in table.stdout
     assert "average" in table.stdout
+    assert len((tmp_path / "mine/written.jsonl").read_text().splitlines()) == len(kept)
 
 
 @pytest.mark.parametrize("others", [[], ["task.train_path=not-here.jsonl"]])
-def test_a_test_set_is_measured_without_training_data(tmp_path: Path, others: list[str]) -> None:
+def test_a_test_set_is_measured_without_training_data(
+    tmp_path: Path, others: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     data = tmp_path / "own.jsonl"
     data.write_text('{"numbers": [1, 2], "sum": 3}\n{"numbers": [2, 3], "sum": 5}\n')
     result = CliRunner().invoke(
