@@ -579,6 +579,24 @@ def test_a_step_shows_up_while_the_page_is_open(stack: Endpoints, page: Page) ->
     expect(page.get_by_text("2 / 40")).to_be_visible()
 
 
+def test_a_run_says_what_it_works_at(stack: Endpoints, page: Page) -> None:
+    play = ImprovingRun(stack, small_config("dashboard-now", steps=40, seed=6))
+    head = page.locator(".run-head")
+    visit(page, stack, "/runs/dashboard-now")
+    expect(head).to_contain_text("Now: starting the engine and the trainer")
+    play.client.publish_weights(1, "a" * 64)
+    play.client.post_groups(1, "fresh", encode_groups(play.groups(1)[:5]))
+    expect(head).to_contain_text("Now: step 1: 5 of 8 groups")
+    play.client.post_groups(1, "fresh", encode_groups(play.groups(1)))
+    play.client.batch(1)
+    expect(head).to_contain_text("Now: training step 1")
+    groups = play.groups(1, "evaluation")
+    play.client.post_groups(1, "evaluation", encode_groups(groups[:3]))
+    expect(head).to_contain_text(
+        "Now: training step 1; evaluating the base model on test: 3 of 4 prompts"
+    )
+
+
 def test_pause_and_resume(stack: Endpoints, page: Page, console_errors: list[str]) -> None:
     play = ImprovingRun(stack, small_config("dashboard-pause"))
     visit(page, stack, "/runs/dashboard-pause")
@@ -711,16 +729,24 @@ def test_the_parts_of_rewards_are_shown(
     stack: Endpoints, hostile: ImprovingRun, page: Page
 ) -> None:
     visit(page, stack, "/runs/dashboard-hostile")
-    chart = page.get_by_role("figure", name="Reward")
-    for line in ("reward -0.", "accuracy 0.", "part: answer 0.", "part: format 0.500"):
+    expect(page.get_by_role("figure", name="Reward", exact=True)).to_contain_text("reward -0.")
+    chart = page.get_by_role("figure", name="Part of the reward")
+    for part, line in {
+        "accuracy": "accuracy 0.",
+        "answer": "answer 0.",
+        "format (not in the reward)": "format 0.500",
+    }.items():
+        chart.get_by_label("Part", exact=True).select_option(label=part)
         expect(chart).to_contain_text(line)
+    assert page.url.endswith("part=format"), "a link leads to the same chart"
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
     visit(page, stack, f"/runs/dashboard-hostile/prompt?uid={uid_of(hostile)}")
     head = page.locator(".response-head").first
     expect(head).to_contain_text(re.compile("reward (1answer 1|−1answer 0), format 0.500"))
     visit(page, stack, "/runs/dashboard")
-    chart = page.get_by_role("figure", name="Reward")
+    chart = page.get_by_role("figure", name="Reward", exact=True)
     expect(chart.get_by_role("slider")).to_be_visible()
-    expect(chart).not_to_contain_text("part:")
+    expect(page.get_by_role("figure", name="Part of the reward")).to_have_count(0)
 
 
 def test_inline_code_does_not_run(stack: Endpoints, page: Page, console_errors: list[str]) -> None:

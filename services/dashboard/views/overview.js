@@ -35,10 +35,15 @@ export function showOverview(visit) {
   let steps = [];
   let sets = [];
   let metricName = visit.query.metric ?? "loss";
+  let partName = visit.query.part ?? ACCURACY;
 
   const picker = h("select", {
     onchange: () => ((metricName = picker.value), setQuery({ metric: metricName }), drawMetric()),
   });
+  const partPicker = h("select", {
+    onchange: () => ((partName = partPicker.value), setQuery({ part: partName }), drawPart()),
+  });
+  charts.part.element.querySelector(".chart-head").append(field("Part", partPicker));
   const figures = Object.values(charts).map(({ element }) => element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
   fill(root, facts, scores, h("div", { class: "charts" }, figures));
@@ -63,7 +68,8 @@ export function showOverview(visit) {
   function drawSteps() {
     const x = steps.map((step) => step.step);
     const valuesOf = (measure) => steps.map((step) => measure(step));
-    charts.reward.update({ x, series: rewardLines(steps) });
+    charts.reward.update({ x, series: smoothLine("reward", valuesOf(reward), "var(--blue)") });
+    drawPart();
     charts.batch.update({
       x,
       series: Object.entries(SOURCES).map(([source, color]) => ({
@@ -123,15 +129,25 @@ export function showOverview(visit) {
     drawFacts();
   }
 
+  /** Draws one part of the reward, because parts have scales of their own. */
+  function drawPart() {
+    const parts = partsOf(steps);
+    charts.part.element.hidden = parts.length === 0;
+    if (!parts.length) return;
+    if (!parts.includes(partName)) partName = ACCURACY;
+    offer(partPicker, parts, (part) => partTitle(part, visit.run));
+    partPicker.value = partName;
+    const valueOf = partName === ACCURACY ? accuracy : (step) => step.reward_parts[partName] ?? null;
+    charts.part.update({
+      x: steps.map((step) => step.step),
+      series: smoothLine(format.term(partName), steps.map(valueOf), "var(--blue)"),
+    });
+  }
+
   function drawMetric() {
     const names = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
     if (names.length && !names.includes(metricName)) metricName = names[0];
-    const shown = [...picker.options].map((option) => option.value);
-    if (shown.join() !== names.join())
-      fill(
-        picker,
-        names.map((name) => h("option", { value: name }, name)),
-      );
+    offer(picker, names);
     picker.value = metricName;
     picker.parentElement.hidden = names.length === 0;
     charts.metric.update({
@@ -295,22 +311,31 @@ function capacity(run) {
   return value ? { value, name: `capacity ${format.count(value)}` } : undefined;
 }
 
-/** Returns the mean reward, with its parts and the accuracy if the reward is another number. */
-function rewardLines(steps) {
-  const rewards = steps.map(reward);
-  const lines = smoothLine("reward", rewards, "var(--blue)");
+/** Fills a select with these values, unless it has them already. */
+function offer(picker, values, title = (value) => value) {
+  const shown = [...picker.options].map((option) => option.value);
+  if (shown.join() === values.join()) return;
+  fill(
+    picker,
+    values.map((value) => h("option", { value }, title(value))),
+  );
+}
+
+const ACCURACY = "accuracy";
+/** Parts that count without a weight in the configuration. */
+const BUILT_IN = ["answer", "overlong", "failed"];
+
+/** Returns the accuracy and the names of the reward's parts; none if the reward is the accuracy. */
+function partsOf(steps) {
   const parts = [...new Set(steps.flatMap((step) => Object.keys(step.reward_parts)))];
-  const accuracies = steps.map(accuracy);
-  if (parts.length < 2 && rewards.every((value, i) => Math.abs(value - accuracies[i]) < 1e-6)) return lines;
-  return [
-    ...lines,
-    { name: "accuracy", color: "var(--orange)", values: accuracies },
-    ...parts.map((part, i) => ({
-      name: `part: ${format.term(part)}`,
-      color: series(i + 2),
-      values: steps.map((step) => step.reward_parts[part] ?? null),
-    })),
-  ];
+  const isAccuracy = steps.every((step) => Math.abs(reward(step) - accuracy(step)) < 1e-6);
+  return parts.length < 2 && isAccuracy ? [] : [ACCURACY, ...parts];
+}
+
+function partTitle(part, run) {
+  const counts =
+    part === ACCURACY || BUILT_IN.includes(part) || (run.config.reward?.weights?.[part] ?? 0) !== 0;
+  return counts ? format.term(part) : `${format.term(part)} (not in the reward)`;
 }
 
 function makeCharts({ name }) {
@@ -321,8 +346,15 @@ function makeCharts({ name }) {
   return {
     reward: chart({
       title: "Reward",
-      note: "Mean of each step's fresh rollouts, before any filter, with its parts if it has several.",
+      note: "Mean of each step's fresh rollouts, before any filter.",
       y: "mean reward",
+      format: format.score,
+      empty: NO_STEP,
+    }),
+    part: chart({
+      title: "Part of the reward",
+      note: "Mean over each step's fresh rollouts, without its weight, or their accuracy.",
+      y: "mean",
       format: format.score,
       empty: NO_STEP,
     }),

@@ -6,6 +6,7 @@ import * as format from "../format.js";
 import { announce, POLL_INTERVAL_MS, keep, refresh, refusal } from "../live.js";
 import { href } from "../router.js";
 import { mayChange } from "../session.js";
+import { describeActivity } from "./activity.js";
 import { showBatches } from "./batches.js";
 import { showBuffers } from "./buffers.js";
 import { showDifficulty } from "./difficulty.js";
@@ -43,11 +44,13 @@ export function showRun(root, signal, { name, section, query }) {
   const status = h("span");
   const steps = h("span");
   const about = h("span", { class: "note" });
+  const activity = h("span", { class: "note" });
   const actions = h("div", { class: "actions" });
   const failure = h("div", { class: "run-failure" });
   const body = h("div", { class: "page" }, h("p", { class: "empty" }, "Loading…"));
   const listeners = [];
   let visit = null;
+  let latest = null;
 
   fill(
     root,
@@ -58,6 +61,7 @@ export function showRun(root, signal, { name, section, query }) {
       status,
       steps,
       about,
+      activity,
       actions,
     ),
     failure,
@@ -76,6 +80,7 @@ export function showRun(root, signal, { name, section, query }) {
       if (visit) {
         const before = visit.run;
         visit.run = run;
+        showActivity();
         if (run.current_step !== before.current_step)
           announce(`Step ${run.current_step} of ${run.name} is committed`, { seldom: true });
         if (
@@ -96,10 +101,27 @@ export function showRun(root, signal, { name, section, query }) {
           changed: (listener) => (listeners.push(listener), listener(visit.run)),
         };
         page.show(visit);
+        keepActivity();
       }
     },
     refuse: (problem) => fill(body, refusal(problem)),
   });
+
+  function keepActivity() {
+    keep({
+      signal,
+      every: POLL_INTERVAL_MS,
+      load: (signal) => get(path`/runs/${name}/progress`, {}, signal),
+      show: (progress) => ((latest = progress), showActivity()),
+      // What is wrong with the run itself is shown by the other call.
+      refuse: () => fill(activity),
+    });
+  }
+
+  function showActivity() {
+    const running = visit?.run.status === "running" && latest;
+    fill(activity, running ? `Now: ${describeActivity(latest)}` : null);
+  }
 
   function head(run) {
     fill(status, statusPill(run.status));
