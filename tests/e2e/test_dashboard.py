@@ -241,6 +241,7 @@ def addresses(play: ImprovingRun) -> dict[str, tuple[str, str]]:
         ),
         "batches": (f"{run}/batches?step=4&uid={uid_of(play)}", "Decision of each source"),
         "prompts": (f"{run}/prompts?order=hardest", "Hardest first"),
+        "responses": (f"{run}/responses?first=1", "finish reason stop"),
         "prompt": (f"{run}/prompt?uid={uid_of(play)}", "mean log-prob"),
         "system": (f"{run}/system", "engine-0"),
         "compare": (
@@ -258,6 +259,7 @@ VIEWS = [
     "buffers",
     "batches",
     "prompts",
+    "responses",
     "prompt",
     "system",
     "compare",
@@ -463,6 +465,23 @@ def test_pages_of_prompts(stack: Endpoints, play: ImprovingRun, page: Page) -> N
     expect(rows).to_have_text(uids[10:20])
     page.get_by_role("button", name="Previous").click()
     expect(rows).to_have_text(uids[:10])
+
+
+def test_what_the_model_wrote_is_searched(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
+    wrong = list(play.client.responses(evaluation_set="test", correct=False))
+    visit(page, stack, "/runs/dashboard/responses")
+    page.get_by_label("Prompts", exact=True).select_option(label="Evaluation: test")
+    page.get_by_label("Verdict", exact=True).select_option(label="Wrong")
+    written = page.locator(".response")
+    expect(written.first.locator("pre")).to_have_text(wrong[0].text)
+    expect(written).to_have_count(min(20, len(wrong)))
+    page.get_by_label("Text", exact=True).fill("no such text")
+    expect(page.locator("main")).to_contain_text("No response matches")
+    page.reload()
+    expect(page.get_by_label("Text", exact=True)).to_have_value("no such text")
+    expect(page.locator("main")).to_contain_text("No response matches")
+    page.get_by_label("Text", exact=True).fill("")
+    expect(written.first).to_contain_text(wrong[0].prompt_uid)
 
 
 def test_a_prompt_opens_with_its_trajectories(

@@ -24,11 +24,32 @@ export function responses(group, withTokens) {
 }
 
 function head(response, i) {
-  const right = response.correct;
-  const parts = Object.entries(response.reward_parts);
   const mean = response.logprobs.length
     ? response.logprobs.reduce((sum, logprob) => sum + logprob, 0) / response.logprobs.length
     : null;
+  return facts(
+    response,
+    `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
+    `#${i + 1}`,
+    ...Object.entries(response.repeated).map(([cause, count]) =>
+      h("span", { class: "note" }, `done again ${count} times: ${format.term(cause)}`),
+    ),
+    ...Object.entries(response.interruptions).map(([token, version]) =>
+      h("span", { class: "note" }, `version ${version} from token ${Number(token) + 1} on`),
+    ),
+  );
+}
+
+/**
+ * Returns the line above a response: its reward, what the verifier read, and further notes.
+ * @param {any} response
+ * @param {string} length its tokens and how it ended
+ * @param {string} place where it stands in its group
+ * @param {Node[]} notes
+ */
+export function facts(response, length, place, ...notes) {
+  const right = response.correct;
+  const parts = Object.entries(response.reward_parts);
   return h(
     "div",
     { class: "response-head" },
@@ -45,21 +66,12 @@ function head(response, i) {
         { class: "note" },
         parts.map(([name, value]) => `${format.term(name)} ${format.number(value)}`).join(", "),
       ),
-    h(
-      "span",
-      { class: "note" },
-      `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
-    ),
+    h("span", { class: "note" }, length),
     reading(response),
     response.outcome !== "scored" &&
       h("span", { class: "note" }, `no verdict: ${format.term(response.outcome)}`),
-    ...Object.entries(response.repeated).map(([cause, count]) =>
-      h("span", { class: "note" }, `done again ${count} times: ${format.term(cause)}`),
-    ),
-    ...Object.entries(response.interruptions).map(([token, version]) =>
-      h("span", { class: "note" }, `version ${version} from token ${Number(token) + 1} on`),
-    ),
-    h("span", { class: "note index" }, `#${i + 1}`),
+    ...notes,
+    h("span", { class: "note index" }, place),
   );
 }
 
@@ -73,7 +85,7 @@ const reading = (response) =>
     response.extracted === null ? "no answer read" : ["answer read: ", h("bdi", {}, response.extracted)],
   );
 
-const text = (response) =>
+export const text = (response) =>
   response.text === ""
     ? h("p", { class: "empty" }, "The response is empty.")
     : // Text of a model is shown unchanged, in its own direction, and never as markup.

@@ -15,6 +15,7 @@ import { progress, statusPill } from "./pieces.js";
 import { showPrompt } from "./prompt.js";
 import { showPrompts } from "./prompts.js";
 import { showSystem } from "./system.js";
+import { showWritten } from "./written.js";
 
 /**
  * The context of a page of a run.
@@ -35,6 +36,7 @@ const SECTIONS = {
   buffers: { title: "Buffers", show: showBuffers },
   batches: { title: "Batches", show: showBatches },
   prompts: { title: "Prompts", show: showPrompts },
+  responses: { title: "Responses", show: showWritten },
   prompt: { title: "Prompt", show: showPrompt, tab: "prompts" },
   system: { title: "System", show: showSystem },
 };
