@@ -204,6 +204,7 @@ def _evaluate_set(
                 outcome=verdict.outcome,
                 status=verdict.status,
                 extracted=verdict.extracted,
+                failure=verdict.failure if verdict.failed else None,
                 tokens=len(response.token_ids),
             )
         )

@@ -31,7 +31,8 @@ def describe_response(response: wire.Response, tokens: int) -> list[str]:
 
 def _describe_verdict(response: wire.Response) -> list[str]:
     if response.outcome != Outcome.SCORED:
-        how = "took too long" if response.outcome == Outcome.TIMED_OUT else "failed"
+        reason = f": {response.failure}" if response.failure else ""
+        how = "took too long" if response.outcome == Outcome.TIMED_OUT else f"failed{reason}"
         return [f"no verdict: the reward function {how}"]
     verdict = "correct" if response.correct else "wrong"
     if response.status is None:  # An older version did not record it.

@@ -193,6 +193,7 @@ class Delivery:
             repeated,
             verdict.status,
             verdict.extracted,
+            verdict.failure if verdict.failed else None,
         )
 
 

@@ -116,6 +116,7 @@ def test_a_response_has_the_reward_of_the_function_and_a_resumed_run_its_stored_
                 share = sum(letter in response.text for letter in word) / len(word)
                 if re.search("^ ", response.text):
                     assert response.reward_parts["failed"] == 1.0
+                    assert "rewards.py:shortness raised ValueError" in str(response.failure)
                     continue
                 parts = {"answer": share, "shortness": -float(len(response.text))}
                 assert response.reward_parts == pytest.approx(parts)

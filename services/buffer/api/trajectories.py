@@ -40,17 +40,20 @@ SCHEMA = pa.schema(
         ("repeated", pa.map_(pa.string(), pa.int32())),
         ("status", pa.string()),
         ("extracted", pa.string()),
+        ("failure", pa.string()),
     ]
 )
 """The columns of trajectories. Those of `NULLABLE` may hold nulls."""
-NULLABLE = ("answer", "status", "extracted")
-"""Columns that earlier versions did not record; `extracted` is null without an answer, too."""
+NULLABLE = ("answer", "status", "extracted", "failure")
+"""Columns that earlier versions did not record; `extracted` is null without an answer, too, and
+`failure` with a verdict."""
 
 
 def _columns_up_to(last: str) -> pa.Schema:
     return pa.schema(list(SCHEMA)[: SCHEMA.get_field_index(last) + 1])
 
 
+_SCHEMA_WITHOUT_FAILURES = _columns_up_to("extracted")
 _SCHEMA_WITHOUT_STATUSES = _columns_up_to("repeated")
 _SCHEMA_WITHOUT_OUTCOMES = _columns_up_to("interruptions")
 _SCHEMA_WITHOUT_INTERRUPTIONS = _columns_up_to("answer")
@@ -58,6 +61,7 @@ _SCHEMA_WITHOUT_ANSWERS = _columns_up_to("reward_parts")
 _OLD_SCHEMA = _columns_up_to("text")
 """The columns of objects that were stored while rewards were 0 or 1."""
 _OLDER_SCHEMAS = (
+    _SCHEMA_WITHOUT_FAILURES,
     _SCHEMA_WITHOUT_STATUSES,
     _SCHEMA_WITHOUT_OUTCOMES,
     _SCHEMA_WITHOUT_INTERRUPTIONS,
@@ -91,7 +95,8 @@ class TrajectoryResponse:
     version; empty if the group's policy version sampled all tokens. outcome: what happened to it.
     repeated: how often it had to be sampled or scored again, by the `Outcome` that was the cause.
     status: the verifier's, such as `ok` or `no_answer`; None if it was not recorded. extracted: the
-    answer as the verifier read it, before it was normalised; None without one.
+    answer as the verifier read it, before it was normalised; None without one. failure: why the
+    reward function gave no verdict; None if it gave one.
     """
 
     token_ids: list[int]
@@ -107,6 +112,7 @@ class TrajectoryResponse:
     repeated: dict[str, int] = field(default_factory=dict)
     status: str | None = None
     extracted: str | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +188,8 @@ def read_trajectories(data: bytes) -> pa.Table:
 def with_all_columns(table: pa.Table) -> pa.Table:
     """Returns the table with all columns from `correct` on.
 
-    Tables of earlier versions lack some of them: statuses and extracted answers, which are null
-    then; outcomes, which follow from the part `failed` of
+    Tables of earlier versions lack some of them: reasons of failures, and statuses and extracted
+    answers, which are null then; outcomes, which follow from the part `failed` of
     the rewards; interruptions, of which there were none; answers,
     which are null then; or all, if rewards are 0 or 1, from which `correct` and `reward_parts`
     follow.
@@ -210,6 +216,8 @@ def with_all_columns(table: pa.Table) -> pa.Table:
         columns = [*columns, pa.array(outcomes, pa.string()), none]
     if len(columns) == len(_SCHEMA_WITHOUT_STATUSES):
         columns = [*columns, *2 * [pa.nulls(table.num_rows, pa.string())]]
+    if len(columns) == len(_SCHEMA_WITHOUT_FAILURES):
+        columns = [*columns, pa.nulls(table.num_rows, pa.string())]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
@@ -240,6 +248,7 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "repeated": response.repeated,
             "status": response.status,
             "extracted": response.extracted,
+            "failure": response.failure,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -487,6 +496,7 @@ def _group(table: pa.Table) -> TrajectoryGroup:
             dict(row["repeated"]),
             row["status"],
             row["extracted"],
+            row["failure"],
         )
         for row in rows
     ]

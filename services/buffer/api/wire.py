@@ -1069,6 +1069,9 @@ class Response(Wire):
     extracted: str | None
     """The answer that the verifier read in the response; null if it read none, or if `status` is
     null."""
+    failure: str | None
+    """Why the reward function gave no verdict, such as the exception that it raised; null if it
+    gave one, or if `status` is null."""
 
 
 class ResponseView(Response):

@@ -169,6 +169,7 @@ def _view(group: _Group, rows: pa.Table, index: int) -> wire.ListedResponse:
         outcome=Outcome(row["outcome"]),
         status=row["status"],
         extracted=row["extracted"],
+        failure=row["failure"],
         group_id=member.group_id,
         index=index,
         prompt_uid=member.prompt_uid,

@@ -164,6 +164,7 @@ def group_view(
                 repeated=response.repeated,
                 status=response.status,
                 extracted=response.extracted,
+                failure=response.failure,
             )
             for response in trajectory.responses
         ],

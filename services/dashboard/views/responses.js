@@ -69,7 +69,11 @@ export function facts(response, length, place, ...notes) {
     h("span", { class: "note" }, length),
     reading(response),
     response.outcome !== "scored" &&
-      h("span", { class: "note" }, `no verdict: ${format.term(response.outcome)}`),
+      h(
+        "span",
+        { class: "note" },
+        `no verdict: ${format.term(response.outcome)}${response.failure ? ` (${response.failure})` : ""}`,
+      ),
     ...notes,
     h("span", { class: "note index" }, place),
   );

@@ -198,6 +198,14 @@ def test_a_reward_function_that_sometimes_fails_is_seen(
     driver.client.commit(1, {})
     (step,) = driver.client.steps()
     assert step.reward_parts["failed"] == 0.25
+    groups = [
+        driver.client.group(attempt.group_id)
+        for prompt in driver.client.all_prompts()
+        for attempt in driver.client.prompt_history(prompt.uid).attempts
+    ]
+    failures = [response.failure for group in groups for response in group.responses]
+    assert set(failures) == {None, "KeyError: 'n' (mine.py:3)"}
+    assert failures.count(None) == 24
 
 
 def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> None:

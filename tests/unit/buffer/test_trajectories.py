@@ -44,6 +44,7 @@ def responses(draw: st.DrawFn) -> TrajectoryResponse:
         interruptions=draw(st.dictionaries(st.integers(0, 4), st.integers(1, 2**40))),
         status=draw(st.none() | st.sampled_from(["ok", "no_answer"])),
         extracted=draw(st.none() | st.text(max_size=3)),
+        failure=draw(st.none() | st.text(max_size=3)),
     )
 
 
@@ -83,6 +84,7 @@ def rows() -> list[dict[str, Any]]:
             "repeated": {},
             "status": "ok",
             "extracted": "x",
+            "failure": None,
         }
         for group in range(2)
         for index in range(2)
@@ -137,7 +139,7 @@ def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> Non
 
 def test_trajectories_of_earlier_versions_are_read() -> None:
     """Their rewards are 0 or 1: a response is correct if its reward is 1."""
-    earlier = pa.schema(list(SCHEMA)[:-8])
+    earlier = pa.schema(list(SCHEMA)[:-9])
     assert earlier.names[-1] == "text"
     stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
     read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
@@ -153,10 +155,10 @@ def test_trajectories_of_earlier_versions_are_read() -> None:
 @pytest.mark.parametrize(
     ("columns", "last", "answer"),
     [
-        (-6, "reward_parts", None),
-        (-5, "answer", "x"),
-        (-4, "interruptions", "x"),
-        (-2, "repeated", "x"),
+        (-7, "reward_parts", None),
+        (-6, "answer", "x"),
+        (-5, "interruptions", "x"),
+        (-3, "repeated", "x"),
     ],
 )
 def test_columns_that_earlier_versions_did_not_store_are_empty(
@@ -173,10 +175,17 @@ def test_columns_that_earlier_versions_did_not_store_are_empty(
         }
 
 
+def test_earlier_responses_have_no_reason_of_a_failure() -> None:
+    earlier = pa.schema(list(SCHEMA)[:-1])
+    for group in decode_groups(write_table(pa.Table.from_pylist(rows(), schema=earlier))):
+        assert [response.extracted for response in group.responses] == ["x", "x"]
+        assert [response.failure for response in group.responses] == [None, None]
+
+
 def test_the_outcome_of_an_earlier_response_follows_from_its_reward() -> None:
     stored = rows()
     stored[1]["reward_parts"] = {"answer": 0.0, "failed": 1.0}
-    earlier = pa.schema(list(SCHEMA)[:-4])
+    earlier = pa.schema(list(SCHEMA)[:-5])
     first, second = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
     assert [response.outcome for response in first.responses] == [Outcome.SCORED, Outcome.CRASHED]
     assert [response.outcome for response in second.responses] == [Outcome.SCORED] * 2

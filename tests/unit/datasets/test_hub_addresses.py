@@ -40,5 +40,5 @@ def test_an_address_with_a_commit_stays_as_it_is() -> None:
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "find_spec", lambda _: None)
-    with pytest.raises(BapoError, match=r"need the `datasets` library; .* 'bapo\[hub\]'"):
+    with pytest.raises(BapoError, match=r"need the `datasets` library; .* '\.\[hub\]'"):
         pin_revision("hf://team/sums:without-library")
