@@ -34,7 +34,7 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[train,hub,local,tensorboard,mlflow,pipelines,dev]"
+	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[train,hub,local,tensorboard,mlflow,wandb,notebook,pipelines,dev]"
 	$(BIN)/python tests/charts/install_helm.py $(VENV)/helm
 	touch $@
 
@@ -132,7 +132,7 @@ test-newest: ## test with the newest dependencies (also the newest torch: TORCH=
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --progress-bar off "$(TORCH)"
 	$(NEWEST)/bin/pip install --quiet --progress-bar off \
-		-e ".[train,hub,local,tensorboard,mlflow,pipelines,reasoning-gym,dev]"
+		-e ".[train,hub,local,tensorboard,mlflow,wandb,notebook,pipelines,reasoning-gym,dev]"
 	$(NEWEST)/bin/pip list --exclude-editable
 	$(NEWEST)/bin/pytest -n 2 --dist loadfile tests/unit $(addprefix tests/e2e/test_run.py::, \
 		test_the_summary_and_the_report_are_there \

@@ -55,6 +55,7 @@ class BufferClient:
         attempt: fencing number, as `begin_attempt` or `run_state` returned it.
         give_up_s: seconds for which a call is repeated while the service does not answer.
         """
+        self.url = url.rstrip("/")
         self.run, self.attempt = run, attempt
         self._http = HttpClient("buffer service", url, token, give_up_s=give_up_s)
 

@@ -1,4 +1,4 @@
-"""`bapo metrics`: the metrics of each step, as a table, for TensorBoard or for MLflow."""
+"""`bapo metrics`: the metrics of each step, as a table, for TensorBoard, MLflow or W&B."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from services.cli.tables import (
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun
 from services.exporters.tensorboard import write_tensorboard
+from services.exporters.wandb import write_wandb
 
 COLUMNS = {
     "reward": "reward",
@@ -50,6 +51,12 @@ MOST_IMPORTANT = ("step", "reward", "loss", "KL", "entropy", "staleness", "clipp
 )
 @click.option("--mlflow", metavar="URI", help="Write all metrics to the MLflow server at this URI.")
 @click.option("--experiment", default="bapo", metavar="NAME", help="Experiment of MLflow.")
+@click.option(
+    "--wandb",
+    metavar="PROJECT",
+    help="Write all metrics to this project (or ENTITY/PROJECT) of Weights & Biases; with "
+    "WANDB_MODE=offline, to the directory `wandb`.",
+)
 @click.option("--follow", is_flag=True, help="Keep exporting until the run has ended.")
 def metrics(
     run: str,
@@ -58,6 +65,7 @@ def metrics(
     tensorboard: Path | None,
     mlflow: str | None,
     experiment: str,
+    wandb: str | None,
     follow: bool,
 ) -> None:
     """Show or export the metrics of each step.
@@ -69,16 +77,29 @@ def metrics(
       bapo metrics countdown --limit 10
       bapo metrics countdown --tensorboard events --follow
       bapo metrics countdown --mlflow http://127.0.0.1:5000
+      bapo metrics countdown --wandb mine --follow
     """
-    if tensorboard is not None and mlflow is not None:
-        raise click.UsageError("--tensorboard and --mlflow exclude each other; give one of them.")
-    if tensorboard is None and mlflow is None:
+    targets = [target for target in (tensorboard, mlflow, wandb) if target is not None]
+    if len(targets) > 1:
+        raise click.UsageError(
+            "--tensorboard, --mlflow and --wandb exclude each other; give one of them."
+        )
+    if not targets:
         refuse_options("--follow", "--experiment", why="nothing is exported")
     else:
         refuse_options("--limit", "--json", why="an export has all steps and prints none")
     client = connect(run)
     if tensorboard is not None:
         write_tensorboard(client, tensorboard, follow=follow, log=echo)
+    elif wandb is not None:
+        write_wandb(
+            client,
+            wandb,
+            Path("wandb"),
+            dashboard=f"{client.url}/#/runs/{client.run}",
+            follow=follow,
+            log=echo,
+        )
     elif mlflow is not None:
         mlflow_run = MlflowRun(mlflow, experiment, client)
         if follow:

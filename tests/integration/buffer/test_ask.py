@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import click
@@ -13,6 +15,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
 
 from bapo_core.config.training import MlflowConfig
 from bapo_core.errors import BapoError
@@ -145,6 +148,54 @@ def test_metrics_are_a_table_and_tensorboard_events(
         last = events.Scalars(name)[-1]
         assert (last.step, last.value) == (4, pytest.approx(value, rel=1e-6))
     assert [point.step for point in events.Scalars("reward")] == [1, 2, 3, 4]
+
+
+def test_metrics_are_written_to_wandb_once_and_lead_to_the_dashboard(
+    ask: Ask, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    # 4 steps, and the evaluations of two versions.
+    assert "points are in wandb; `wandb sync`" in ask("metrics", "asked", "--wandb", "team/mine")
+    (file,) = tmp_path.glob("wandb/wandb/offline-run-*/*.wandb")
+    records = read_wandb(file.read_bytes())
+    (run,) = [record.run for record in records if record.HasField("run")][:1]
+    assert (run.entity, run.project, run.display_name) == ("team", "mine", "asked")
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["dashboard"] == f"{driver.client.url}/#/runs/asked"
+    assert config["rollout"]["group_size"] == driver.config.rollout.group_size
+    points = [
+        {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.HasField("history")
+    ]
+    steps = {point["training_step"]: point for point in points if "reward" in point}
+    assert sorted(steps) == [1, 2, 3, 4]
+    for step in driver.client.steps():
+        for name, value in curves(step).items():
+            assert steps[step.step][name] == pytest.approx(value, rel=1e-6)
+    assert not list(tmp_path.rglob("wandb-metadata.json")), "nothing of the machine is sent"
+
+
+def read_wandb(data: bytes) -> list[Any]:
+    """Returns the records of a file of W&B, which is a log of LevelDB after 7 bytes of its own."""
+    records, parts, position = [], b"", 7
+    while position + 7 <= len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left  # A block ends with zeros where no head fits.
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # The whole record, or its last part.
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            records.append(record)
+            parts = b""
+    return records
 
 
 def test_metrics_in_narrow_terminals_have_fewer_columns(
