@@ -5,17 +5,19 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo.frames import frame_of
+from bapo.reward import RewardFunction, write_functions
 from bapo.run import Run
 from bapo_core.config import RunConfig, nest, override_config, read_values
 from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
+from services.cli.reward_files import pin_reward
 from services.cli.service import open_local_object_store
 from services.common.local_hosts import bypass_proxies
 from services.datasets import pin_revisions
@@ -37,6 +39,7 @@ def train(
     config: Config,
     changes: Mapping[str, Any] | None = None,
     *,
+    reward: RewardFunction | Sequence[RewardFunction] | None = None,
     new: bool = False,
     port: int = DEFAULT_PORT,
     **keys: Any,
@@ -50,17 +53,19 @@ def train(
     config: a YAML file (see examples/), or the values of one as a mapping.
     changes: values by dotted key, for example `{"optimizer.learning_rate": 1e-5}`. keys: further
         values of the top level, for example `steps=50`.
+    reward: a reward function with TRL's signature, or several of which the first gives the reward
+        and the others are parts (docs/adding-a-task.md). It must import what it uses.
     new: whether to take the next free name if the run's name is taken.
     port: port of the REST API and the dashboard if the services are started; 0 takes any free one.
 
     Raises `ConfigError` for an invalid configuration, and `BapoError` if the name is taken, if data
     or model cannot be read, and if a process of the run fails.
     """
-    loaded = _load(config, {**(changes or {}), **keys})
+    loaded = _load(config, {**(changes or {}), **keys}, reward)
     home, console = default_home(), plain_console()
     for warning in loaded.warnings():
         console.print(f"note: {warning}", markup=False)
-    loaded = pin_revisions(loaded)
+    loaded = pin_revisions(pin_reward(loaded))
     endpoints = _services(port)
     client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
     if new:
@@ -106,6 +111,8 @@ def evaluate(
     model: str | os.PathLike[str],
     config: Config,
     changes: Mapping[str, Any] | None = None,
+    *,
+    reward: RewardFunction | Sequence[RewardFunction] | None = None,
     **keys: Any,
 ) -> pandas.DataFrame:
     """Measures the accuracy of a model on the evaluation sets of a configuration.
@@ -113,13 +120,13 @@ def evaluate(
     Returns a row for each set: its accuracy, and mean@n, pass@k and maj@k. No service is needed.
 
     model: a model directory, `tiny`, or an address such as `hf://organisation/name`. config,
-    changes, keys: as for `train`.
+    changes, reward, keys: as for `train`.
 
     Raises `BapoError` as `bapo eval` does.
     """
     from services.cli.evaluate import evaluate_directory  # imports torch
 
-    loaded = _load(config, {**(changes or {}), **keys})
+    loaded = _load(config, {**(changes or {}), **keys}, reward)
     directory = find_model(os.fspath(model), default_home(), open_store=open_local_object_store)
     evaluations = evaluate_directory(loaded, directory)
     rows = [
@@ -134,8 +141,16 @@ def evaluate(
     return frame_of(rows, index="set")
 
 
-def _load(config: Config, changes: Mapping[str, Any]) -> RunConfig:
-    """Returns the configuration of a file or a mapping, with changed keys."""
+def _load(
+    config: Config,
+    changes: Mapping[str, Any],
+    reward: RewardFunction | Sequence[RewardFunction] | None,
+) -> RunConfig:
+    """Returns the configuration of a file or a mapping, with changed keys and reward functions."""
+    if reward is not None:
+        functions = [reward] if callable(reward) else list(reward)
+        names = write_functions(functions, default_home() / "rewards")
+        changes = {**changes, "task.reward": names if len(names) > 1 else names[0]}
     if isinstance(config, Mapping):
         values, where = dict(config), "config"
     else:

@@ -18,7 +18,7 @@ from tests.conftest import EASY
 from tests.e2e.test_run import configuration
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("bapo_core", "pipelines", "services")
+PACKAGES = ("bapo", "bapo_core", "pipelines", "services")
 
 
 @pytest.fixture(scope="module")

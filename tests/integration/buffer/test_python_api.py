@@ -1,0 +1,73 @@
+"""The data frames of the Python API are the answers of the REST API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bapo.run import Run
+from services.common.errors import ServiceError
+from services.exporters.curves import curves
+from services.stack.stack import Endpoints
+from tests.integration.support.driver import Driver, small_config
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    driver = Driver(stack, small_config("framed"))
+    for step in range(1, 5):
+        driver.run_step(step)
+    return driver
+
+
+@pytest.fixture
+def run(driver: Driver, stack: Endpoints, tmp_path: Path) -> Run:
+    return Run("framed", stack, tmp_path)
+
+
+def test_metrics_have_a_row_for_each_step(run: Run, driver: Driver) -> None:
+    frame = run.metrics()
+    steps = driver.client.steps()
+    assert list(frame.index) == [step.step for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert frame.loc[step.step, "reward"] == pytest.approx(step.mean_reward)
+        assert set(curves(step)) <= set(frame.columns)
+
+
+def test_batches_have_their_sources(run: Run, driver: Driver) -> None:
+    frame = run.batches()
+    for batch in driver.client.batches():
+        assert frame.loc[batch.step, "fresh"] == batch.counts["fresh"]
+        assert frame.loc[batch.step, "c2"] == batch.c2
+
+
+def test_a_prompt_leads_to_its_groups_responses_and_reasons(run: Run, driver: Driver) -> None:
+    prompts = run.prompts(order="hardest")
+    assert list(prompts.index) == [
+        prompt.uid for prompt in driver.client.all_prompts(order="hardest")
+    ]
+    assert len(run.prompts(limit=2)) == 2
+    uid = prompts.index[0]
+    attempts = run.attempts(uid)
+    assert len(attempts) == prompts.loc[uid, "attempts"]
+    group = run.group(int(attempts.index[0]))
+    assert len(group) == driver.config.rollout.group_size
+    assert {"text", "reward", "correct"} <= set(group.columns)
+    why = run.why(uid, int(attempts["step"].iloc[0]))
+    assert list(why.index) == ["fresh", "reevaluated", "replayed"]
+    assert why["reason"].str.len().min() > 0
+
+
+def test_a_notebook_shows_status_plot_and_address(run: Run, driver: Driver) -> None:
+    shown = run._repr_html_()
+    assert f"step 4 of {driver.config.steps}" in shown
+    assert f"{driver.client.url}/#/runs/framed" in shown
+    assert "<svg" in shown
+
+
+def test_a_run_that_is_not_there_says_so(stack: Endpoints, tmp_path: Path) -> None:
+    missing = Run("no-such-run", stack, tmp_path)
+    with pytest.raises(ServiceError, match="no-such-run"):
+        _ = missing.status
+    assert "no-such-run" in missing._repr_html_()
