@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig, flatten
+from bapo_core.config.changes import CHANGEABLE, may_change
 from bapo_core.errors import BapoError, ConfigError, TransientError
 from pipelines.backends import TrainerBackend, remove_job
 from pipelines.job_watch import JobWatch
@@ -405,8 +406,9 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
 def open_run(context: PipelineContext, request: str) -> RunConfig:
     """Creates the run unless it exists; returns its configuration.
 
-    Raises `BapoError` when a run of this name exists with another configuration, because its
-    results would be a mixture of two.
+    Keys that may change while a run lasts (`bapo_core.config.changes.CHANGEABLE`) are changed to
+    the values of the request, from the step after the last checkpoint on. Raises `BapoError` when a
+    run of this name exists and other keys differ, because its results would be a mixture of two.
     """
     desired = wire.RunCreate.model_validate_json(request)
     buffer = context.buffer
@@ -416,15 +418,25 @@ def open_run(context: PipelineContext, request: str) -> RunConfig:
         context.log(f"run {state.name} is created")
     # Validation adds the keys that are newer than the stored configuration.
     config = state.config
-    stored = config.model_dump(mode="json")
-    different = [key for key, value in desired.config.items() if stored.get(key) != value]
-    if set(different) - {"trainer"}:
+    stored, wanted = flatten(config.model_dump(mode="json")), flatten(desired.config)
+    different = {
+        key: wanted.get(key)
+        for key in (*wanted, *(stored.keys() - wanted.keys()))
+        if stored.get(key) != wanted.get(key) and not key.startswith("trainer.")
+    }
+    fixed = dict.fromkeys(key.partition(".")[0] for key in different if not may_change(key))
+    if fixed:
         raise BapoError(
-            f"run {state.name!r} exists with another configuration ({', '.join(different)} "
-            "differ); continue it with its own configuration, or leave bapo_run empty for a new "
-            "run, or give it another name"
+            f"run {state.name!r} exists with another configuration ({', '.join(fixed)} "
+            "differ); continue it with its own configuration, in which only "
+            f"{', '.join(CHANGEABLE)} may change, or leave bapo_run empty for a new run, or give "
+            "it another name"
         )
-    return config
+    if different:
+        state = buffer.change_config(different, by=context.name)
+        change = state.changes[-1]
+        context.log(f"from step {change.first_step} on: {change.describe()}")
+    return state.config
 
 
 def describe_config(config: RunConfig) -> str:
@@ -435,10 +447,10 @@ def describe_config(config: RunConfig) -> str:
 
 def segment_end(context: PipelineContext, segment: int, segments: int) -> int:
     """Returns the last training step of a segment, from 1 to `segments`."""
-    return segment_ends(context.buffer.run_state().config, segments)[segment - 1]
+    return segment_ends(context.buffer.run_state().history, segments)[segment - 1]
 
 
-def segment_ends(config: RunConfig, segments: int) -> list[int]:
+def segment_ends(configs: ConfigHistory, segments: int) -> list[int]:
     """Returns the last training step of each segment.
 
     Each segment ends at the first step with a checkpoint that is not before its share of the steps,
@@ -447,9 +459,12 @@ def segment_ends(config: RunConfig, segments: int) -> list[int]:
     """
     if segments < 1:
         raise BapoError(f"the pipeline has {segments} segments; compile it with at least 1")
-    checkpoints = [step for step in range(1, config.steps + 1) if config.checkpoints_after(step)]
+    steps = configs.current.steps
+    checkpoints = [step for step in range(1, steps + 1) if configs.at(step).checkpoints_after(step)]
+    if steps not in checkpoints:
+        checkpoints.append(steps)  # the run was shortened to the checkpoint that it was at
     return [
-        next(step for step in checkpoints if step * segments >= segment * config.steps)
+        next(step for step in checkpoints if step * segments >= segment * steps)
         for segment in range(1, segments + 1)
     ]
 

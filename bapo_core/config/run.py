@@ -280,11 +280,15 @@ class RunConfig(Section):
         return [name for name, settings in sets if ends or t % settings.every == 0]
 
     def publishes_at(self, t: int) -> bool:
-        """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation."""
+        """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation.
+
+        With a lag, the syncs after the last step count too: a run that gets more steps later goes
+        on with the weights of steps before its checkpoint, which no trainer has any more.
+        """
         within = t <= self.steps
         return (
             t == 1
-            or (t + self.sync.lag <= self.steps and self.schedule.syncs_at(t + self.sync.lag))
+            or (within and self.schedule.syncs_at(t + self.sync.lag))
             or (within and self.reevaluates_at(t))
             or self.evaluates_at(t)
         )

@@ -63,17 +63,18 @@ def _complete_evaluations(
     buffer: BufferClient, after: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Yields (version, values on all sets) in order, up to the first that lacks an evaluation."""
-    config, sets = buffer.run_state().config, buffer.evaluation_sets()
+    history, sets = buffer.run_state().history, buffer.evaluation_sets()
     evaluations: dict[int, dict[str, Evaluation]] = defaultdict(dict)
     for view in sets:
         for evaluation in view.evaluations:
             evaluations[evaluation.version][view.name] = evaluation
     for version in sorted(version for version in evaluations if version > after):
         measured = evaluations[version]
-        if measured.keys() != set(config.evaluation_sets_at(version)):
+        # A change of the configuration leaves evaluations that are not due any more.
+        if not measured.keys() >= {*history.at(version).evaluation_sets_at(version)}:
             return
         values: dict[str, float] = {}
         for name, evaluation in measured.items():
-            prefix = "evaluation" if name == config.primary_set else f"evaluation/{name}"
+            prefix = "evaluation" if name == history.current.primary_set else f"evaluation/{name}"
             values |= evaluation_curves(evaluation, prefix)
         yield version, values

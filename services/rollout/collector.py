@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.reward_files import stored_digest
 from bapo_core.tasks import Task, get_task
@@ -198,7 +198,9 @@ class Collector:
     async def _run_all(self, first_step: int) -> None:
         sets = await run_detached(self._buffer.evaluation_sets)
         evaluated = {(row.version, view.name) for view in sets for row in view.evaluations}
-        for job in plan_jobs(self._config, first_step, evaluated):
+        # An attempt may have begun with a change of the configuration.
+        changes = (await run_detached(self._buffer.run_state)).changes
+        for job in plan_jobs(ConfigHistory(self._config, changes), first_step, evaluated):
             await self._run(job)
         await self._limit_active(0)
 
@@ -497,7 +499,7 @@ def main() -> None:
                 collector = make_collector(state, buffer, settings)
                 asyncio.run(collector.collect(state.current_step + 1))
                 if not pinned:  # `bapo run` records the end of its run itself
-                    finish_run(buffer, state.config)
+                    finish_run(buffer, buffer.run_state().config)
             except Superseded as error:
                 if pinned:
                     raise

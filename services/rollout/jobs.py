@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory
 from services.buffer.api import wire
 from services.buffer.api.wire import Rollouts
 from services.rollout.api.wire import GeneratedGroup
@@ -23,7 +23,7 @@ lost if the collector dies."""
 
 
 def plan_jobs(
-    config: RunConfig, first_step: int, evaluated: Collection[tuple[int, str]] = ()
+    configs: ConfigHistory, first_step: int, evaluated: Collection[tuple[int, str]] = ()
 ) -> Iterator[Rollouts]:
     """Yields all jobs from `first_step` to the end of the run, in order.
 
@@ -34,9 +34,10 @@ def plan_jobs(
     ones, so that these do not wait for them.
     """
     for step in range(1, first_step):
-        for job in _evaluations(config, step):
+        for job in _evaluations(configs, step):
             if (job.step, job.evaluation_set) not in evaluated:
                 yield job
+    config = configs.current
     step = next_evaluated = first_step
     while step <= config.steps:
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
@@ -45,14 +46,15 @@ def plan_jobs(
             if config.reevaluates_at(t):
                 yield Rollouts(t, "reevaluation")
         for version in range(next_evaluated, end - config.sync.lag):
-            yield from _evaluations(config, version)
+            yield from _evaluations(configs, version)
         step, next_evaluated = end, max(next_evaluated, end - config.sync.lag)
     for version in range(next_evaluated, config.steps + 2):
-        yield from _evaluations(config, version)
+        yield from _evaluations(configs, version)
 
 
-def _evaluations(config: RunConfig, version: int) -> list[Rollouts]:
-    return [Rollouts(version, "evaluation", name) for name in config.evaluation_sets_at(version)]
+def _evaluations(configs: ConfigHistory, version: int) -> list[Rollouts]:
+    names = configs.at(version).evaluation_sets_at(version)
+    return [Rollouts(version, "evaluation", name) for name in names]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import BatchManifest, CheckpointView, StepDigests, StoredVersion
 from services.trainer.checkpoint import load_checkpoint
@@ -34,17 +34,19 @@ def retrain(
 
     Raises `BapoError` without a checkpoint before the first step.
     """
+    history = ConfigHistory(config, context.buffer.run_state().changes)
     updater = restore_before(first, config, context, ranks)
     reader = make_reader(config, context)
     weights = weights_digest(updater.modules, ranks)
     for step in range(first, last + 1):
+        updater.config = history.at(step)
         manifest = ranks.model_from_main(
             BatchManifest, partial(context.buffer.recorded_batch, step)
         )
         assert manifest is not None
         # The log-probs of groups that may be replayed are recorded already.
         manifest = manifest.model_copy(update={"record_proximal": []})
-        outcome = train_batch(config, updater, reader, manifest, context, PhaseTimer())
+        outcome = train_batch(updater.config, updater, reader, manifest, context, PhaseTimer())
         digests = outcome.digests(weights, updater)
         weights = digests.weights_after
         if ranks.is_main:

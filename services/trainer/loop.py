@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig
 from bapo_core.config.training import TrainerConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
@@ -85,6 +85,7 @@ class TrainerContext:
 
 def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     """Trains from the last checkpoint to the last step. Every rank calls it."""
+    history = ConfigHistory(config, context.buffer.run_state().changes)
     publisher = make_publisher(config, context, ranks)
     checkpointer = Checkpointer(context.buffer, context.store, scratch=context.scratch, ranks=ranks)
     reader = make_reader(config, context)
@@ -94,21 +95,22 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     weights = weights_digest(updater.modules, ranks)
     refuse_other_weights(last_step, weights, context, ranks)
     with trace(config, context, ranks) as step_done:
-        for timer.step in range(last_step + 1, config.steps + 1):
+        for timer.step in range(last_step + 1, history.current.steps + 1):
             step = timer.step
-            if config.publishes_at(step):
+            updater.config = history.at(step)
+            if updater.config.publishes_at(step):
                 with timer.phase("publish"):
                     publisher.publish(step, updater.policy.model)
             with timer.phase("wait"):
                 manifest = wait_for_batch(step, context, ranks, publisher)
             with explain_out_of_memory(lambda: out_of_memory_remedy(config, updater.memory)):
-                outcome = train_batch(config, updater, reader, manifest, context, timer)
+                outcome = train_batch(updater.config, updater, reader, manifest, context, timer)
             with timer.phase("commit"):
                 digests = outcome.digests(weights, updater)
                 weights = digests.weights_after
                 if ranks.is_main:
                     context.buffer.commit(step, outcome.metrics | timer.pop(), digests)
-            if config.checkpoints_after(step):
+            if updater.config.checkpoints_after(step):
                 with timer.phase("checkpoint"):
                     # After a resume from this checkpoint, earlier versions are never published
                     # again, so they must be recorded first.
@@ -119,7 +121,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                 recorder.flush()
                 log.info("step committed", extra={"step": step})
             step_done(step)
-    publisher.publish(config.steps + 1, updater.policy.model)
+    publisher.publish(history.current.steps + 1, updater.policy.model)
     # The job succeeds as soon as one worker exits 0, so all ranks wait here until uploads are done.
     ranks.wait_for_all(lambda: settle(publisher, checkpointer))
 

@@ -119,7 +119,9 @@ class Updater:
         memory: MemoryPlan | None = None,
     ) -> None:
         """memory: how a step fits the memory; None is as the configuration says, on a CPU."""
-        self.config, self.policy, self.reference = config, policy, reference
+        self.config = config
+        """The configuration of the next step."""
+        self.policy, self.reference = policy, reference
         self.memory = memory or plan_memory(config, None)
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
@@ -178,7 +180,7 @@ class Updater:
 
         Raises `NonFiniteLoss` before an update that would spoil the weights.
         """
-        self._set_learning_rate(step)
+        self._set_rates(step)
         positions = plan.of_rank(self.ranks.rank)
         updates = [
             batch.rows_of([positions.index(p) for p in update[self.ranks.rank]])
@@ -214,8 +216,7 @@ class Updater:
         """
         settings, optimizer = self.config.demonstrations, self.supervised_optimizer
         assert optimizer is not None, "the run has no supervised updates"
-        for group in optimizer.param_groups:
-            group["lr"] = self.config.optimizer.learning_rate * self._warmup(step)
+        self._set_rate(optimizer, self.config.optimizer.learning_rate, step)
         coefficient = settings.supervised_entropy_coefficient
         rows = torch.arange(len(batch.lengths))
         micro_batches = self._micro_batches(batch, rows, self.policy)
@@ -616,13 +617,18 @@ class Updater:
             },
         )
 
-    def _set_learning_rate(self, step: int) -> None:
+    def _set_rates(self, step: int) -> None:
         rates = {"model": self.config.optimizer.learning_rate}
         if self.critic is not None:
             rates["critic"] = self.critic.settings.critic.learning_rate
         for name, (_, optimizer) in self._updated.items():
-            for group in optimizer.param_groups:
-                group["lr"] = rates[name] * self._warmup(step)
+            self._set_rate(optimizer, rates[name], step)
+
+    def _set_rate(self, optimizer: AdamW, rate: float, step: int) -> None:
+        """Sets what a restored optimizer would otherwise keep of the step that it was stored at."""
+        for group in optimizer.param_groups:
+            group["lr"] = rate * self._warmup(step)
+            group["weight_decay"] = self.config.optimizer.weight_decay
 
     def _warmup(self, step: int) -> float:
         """Returns the factor of the learning rates in the linear warm-up."""
@@ -634,9 +640,8 @@ class Updater:
         wrong = [name for name, value in totals.items() if not math.isfinite(value)]
         if wrong:
             raise NonFiniteLoss(
-                f"{' and '.join(wrong)} not finite: stopped before the optimizer step; start a new "
-                "run with a lower optimizer.learning_rate (resuming repeats the step with the "
-                "stored one)",
+                f"{' and '.join(wrong)} not finite: stopped before the optimizer step; continue "
+                "the run with a lower optimizer.learning_rate (without one, the step is repeated)",
                 {"totals": totals, **evidence},
             )
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from bapo_core.config import ConfigHistory
 from pipelines.parameters import config_of
 from pipelines.steps import segment_ends
 from services.cli.main import main
@@ -294,7 +295,7 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
     client = release.client("continued")
     steps = 80  # many more than are trained while a pod of a step starts
     start = partial(pipeline, release, "continued", steps=steps)
-    end, _ = segment_ends(config_of(form("continued", steps=steps)), 2)
+    end, _ = segment_ends(ConfigHistory(config_of(form("continued", steps=steps))), 2)
     for until in (1, end + 2, end + 9):
         run = start()
         thread = run.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -251,6 +251,19 @@ class BufferClient:
         self.attempt = state.attempt
         return state
 
+    def change_config(self, values: Mapping[str, Any], *, by: str | None = None) -> wire.RunState:
+        """Gives keys of the configuration new values, from the step after the last checkpoint on.
+
+        Supersedes every process of the run and rewinds it to that checkpoint, unless the keys have
+        these values already. values: by dotted key. by: who changes them; None for the name of this
+        client's token.
+
+        Raises `ServiceError` (422) for keys that may not change, and for values that are not valid.
+        """
+        request = wire.ChangeRequest(values=dict(values), by=by)
+        path = f"/v1/runs/{self.run}/changes"
+        return self._call(wire.RunState, "POST", path, json=request.model_dump())
+
     def set_status(self, status: str) -> None:
         """Records how the run ended: `finished`, `failed` or `stopped`."""
         self._send("PATCH", f"/v1/runs/{self.run}", json={"status": status})
@@ -258,7 +271,7 @@ class BufferClient:
     # -- the step protocol
 
     def stored_config(self) -> dict[str, Any]:
-        """Returns the run's configuration as it is stored, which the digest chain is made of."""
+        """Returns the run's configuration as it is stored, of which the digest chain is made."""
         config: dict[str, Any] = self._send("GET", f"/v1/runs/{self.run}").json()["config"]
         return config
 

@@ -22,7 +22,7 @@ from pydantic import (
     field_validator,
 )
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigChange, ConfigHistory, RunConfig
 from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.errors import ConfigError
@@ -227,6 +227,30 @@ class Stop(Wire):
         return f"{self.by}: {self.reason}" if self.reason else self.by
 
 
+class ChangeRequest(Wire):
+    """Keys of a run's configuration that get other values."""
+
+    values: dict[str, Any] = Field(
+        min_length=1, max_length=100, examples=[{"steps": 400, "optimizer.learning_rate": 5e-7}]
+    )
+    """New values by dotted key."""
+    by: str | None = Field(default=None, max_length=512, pattern=r"^[^\x00]*$")
+    """Who changes them; the name of the request's token if not given."""
+
+
+class RecordedChange(ConfigChange):
+    """A change of a run's configuration, which every step from its first one on is trained with."""
+
+    attempt: int
+    """Fencing number that the change began."""
+    by: str
+    """Who made it."""
+    at: datetime
+    """When it was made."""
+    digest: Digest
+    """SHA-256 of the change before, or of the initial configuration, and of this change."""
+
+
 class Turn(Wire):
     """Whether a run may train now. The rollout replicas of a release work for one run at a time."""
 
@@ -277,7 +301,10 @@ class RunState(Wire):
     status: str
     """created, queued, running, paused, stopped, finished, failed or deleting."""
     config: StoredConfig
-    """The whole configuration, with its preset and its defaults."""
+    """The whole configuration, with its preset, its defaults and all changes."""
+    changes: list[RecordedChange] = []
+    """Changes of the configuration since the run was created, in the order in which they were
+    made."""
     train_dataset: str
     """Dataset of the training prompts."""
     test_datasets: dict[str, str]
@@ -285,8 +312,10 @@ class RunState(Wire):
     current_step: int
     """Last committed step; 0 before the first."""
     attempt: int
-    """Fencing number: increases when an attempt begins, and when the run is stopped or deleted; 0
-    before the first attempt."""
+    """Fencing number: increases when an attempt begins, when the configuration is changed, and when
+    the run is stopped or deleted; 0 before the first attempt."""
+    attempt_began_at: datetime | None = None
+    """When the last attempt began; null before the first one, and where it was not recorded."""
     created_at: datetime
     """Time at which the run was created."""
     workflow: str | None = None
@@ -312,6 +341,11 @@ class RunState(Wire):
             )
             unreadable.__cause__ = error
             return UnreadableConfig(config, unreadable)
+
+    @property
+    def history(self) -> ConfigHistory:
+        """The configuration at each step."""
+        return ConfigHistory(self.config, self.changes)
 
     @property
     def steps(self) -> int | None:

@@ -17,7 +17,7 @@ from services.buffer.storage.tables import Run, StepRecord
 
 def compare_runs(runs: Sequence[Run], points: int) -> wire.RunComparison:
     """Returns the curves of runs, of at most `points` steps each, and differing configuration."""
-    configs = [flatten(run.config_json) for run in runs]
+    configs = [flatten(run.values) for run in runs]
     keys = sorted(set().union(*configs) - {"name"})
     values = {key: [config.get(key) for config in configs] for key in keys}
     return wire.RunComparison(

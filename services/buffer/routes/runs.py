@@ -114,6 +114,21 @@ def begin_attempt(service: ServiceDep, name: RunName, reopen: bool = False) -> w
         return runs.run_state(lifecycle.begin_attempt(session, name, reopen=reopen))
 
 
+@router.post("/runs/{name}/changes", tags=["runs"], dependencies=END)
+def change_config(
+    service: ServiceDep, name: RunName, request: Request, change: wire.ChangeRequest
+) -> wire.RunState:
+    """Changes keys of the configuration, from the step after the last checkpoint on.
+
+    It supersedes the processes of the run and rewinds it to that checkpoint. A run that is finished
+    and gets more steps is stopped afterwards; a new attempt continues it. 422 for keys that may not
+    change, which `detail` lists.
+    """
+    by = change.by or f"token {request.state.token.name!r}"
+    with service.write_transaction(name) as session:
+        return runs.run_state(lifecycle.change_config(session, name, change.values, by=by))
+
+
 @router.post("/runs/{name}/turn", tags=["runs"], dependencies=END)
 def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> wire.Turn:
     """Starts a run if no other run is in front of it, and queues it otherwise.
@@ -129,7 +144,7 @@ def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> 
             granted=False,
             in_front=in_front.name,
             current_step=in_front.current_step,
-            steps=in_front.config_json["steps"],
+            steps=in_front.values["steps"],
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from sqlalchemy import and_, case, delete, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
-from services.buffer.api import wire
+from bapo_core.config import ConfigChange, ConfigError, ConfigHistory
+from services.buffer.api import digest_chain, wire
 from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
 from services.buffer.storage.artifacts import latest_checkpoint
 from services.buffer.steps.commits import rewind_run
@@ -22,7 +25,7 @@ from services.buffer.storage.tables import (
     Run,
 )
 from services.common import layout
-from services.common.problems import conflict
+from services.common.problems import Problem, conflict
 
 QUEUE_TIMEOUT = timedelta(minutes=1)
 """A queued run whose last request is older than this has lost its place in the queue."""
@@ -52,8 +55,63 @@ def begin_attempt(session: Session, name: str, *, reopen: bool) -> Run:
 
 def _begin_attempt(run: Run) -> None:
     run.attempt += 1
+    run.attempt_began_at = datetime.now(UTC)
+    rewind_run(run, _step_to_continue_from(run))
+
+
+def _step_to_continue_from(run: Run) -> int:
+    """Returns the step of the last checkpoint; 0 without one."""
     checkpoint = latest_checkpoint(run)
-    rewind_run(run, 0 if checkpoint is None else checkpoint.number)
+    return 0 if checkpoint is None else checkpoint.number
+
+
+def change_config(session: Session, name: str, values: Mapping[str, Any], *, by: str) -> Run:
+    """Gives keys of the configuration new values, from the step after the last checkpoint on.
+
+    It begins an attempt, as steps after the checkpoint have been trained with the old values. A run
+    that is finished and gets more steps is stopped, for a new attempt to continue it. Keys that
+    have these values already change nothing.
+
+    values: by dotted key. by: who changes them.
+
+    Raises 409 while the run is being deleted, and 422 for keys that may not change and for values
+    that are not valid.
+    """
+    run = lock_any_attempt(session, name)
+    _refuse_deleting(run)
+    try:
+        history = ConfigHistory(run.config, run.changes)
+        change = history.plan_change(values, _step_to_continue_from(run))
+    except ConfigError as error:
+        raise Problem(422, "Invalid change", str(error)) from error
+    if change is None:
+        return run
+    if run.attempt > 0:
+        _begin_attempt(run)
+    record_change(run, change, by)
+    if run.status == "finished":
+        run.status = "stopped"
+        run.stopped_by, run.stopped_at = by, datetime.now(UTC)
+        run.stop_reason = f"its configuration was changed: {change.describe()}"
+    return run
+
+
+def record_change(run: Run, change: ConfigChange, by: str) -> None:
+    """Adds a change to the changes of the run's configuration, and to their digest chain."""
+    recorded = wire.RecordedChange(
+        **change.model_dump(),
+        attempt=run.attempt,
+        by=by,
+        at=datetime.now(UTC),
+        digest="0" * 64,  # not hashed
+    )
+    earlier = run.changes
+    previous = earlier[-1].digest if earlier else digest_chain.digest_values(run.config_json)
+    digest = digest_chain.digest_change(previous, recorded)
+    recorded = recorded.model_copy(update={"digest": digest})
+    # A list that is changed in place would not be written.
+    run.changes_json = [*run.changes_json, recorded.model_dump(mode="json")]
+    run.__dict__.pop("config", None)  # it was computed before the change
 
 
 def take_turn(session: Session, name: str, request: wire.TurnRequest) -> Run | None:

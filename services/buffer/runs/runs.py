@@ -88,11 +88,13 @@ def run_state(run: Run) -> wire.RunState:
     return wire.RunState.model_construct(
         name=run.name,
         status=run.status,
-        config=run.config_json,  # type: ignore[arg-type]
+        config=run.values,  # type: ignore[arg-type]
+        changes=run.changes,
         train_dataset=run.train_dataset,
         test_datasets=run.test_datasets,
         current_step=run.current_step,
         attempt=run.attempt,
+        attempt_began_at=run.attempt_began_at,
         created_at=run.created_at,
         workflow=run.workflow,
         stopped=_stop_of(run),

@@ -44,7 +44,7 @@ def build_step_batch(run: Run, step: int) -> wire.BatchManifest:
     It is not ready while groups are missing or the run is paused. Raises 409 unless the step is
     the one after the last committed one, or has its batch already.
     """
-    check_rollouts(run.config, wire.Rollouts(step, "fresh"))
+    check_rollouts(run.config_at(step), wire.Rollouts(step, "fresh"))
     record = run.session.get(StepRecord, (run.id, step))
     if record is None:
         if run.status == "paused":

@@ -48,7 +48,7 @@ def commit_step(run: Run, step: int, commit: wire.Commit) -> None:
     if commit.digests is not None:
         before = run.session.get(StepRecord, (run.id, step - 1))
         previous = None if before is None or before.digests is None else before.digests["chain"]
-        link = digest_chain.link(previous, run.config_json, step, commit.digests)
+        link = digest_chain.link(previous, run.config_json, step, commit.digests, run.changes)
         record.digests = link.model_dump()
     record.committed_at = datetime.now(UTC)
     for buffer, changes in settle_step(run, record).items():

@@ -38,7 +38,10 @@ class ExpectedPrompt(NamedTuple):
 
 
 def check_rollouts(config: RunConfig, rollouts: wire.Rollouts) -> None:
-    """Raises 400 unless the schedule has such rollouts."""
+    """Raises 400 unless the schedule has such rollouts.
+
+    config: the configuration of their step.
+    """
     step, kind, evaluation_set = rollouts
     last = config.steps + 1 if kind == "evaluation" else config.steps
     if not 1 <= step <= last:
@@ -86,7 +89,7 @@ def select_new(run: Run, rollouts: wire.Rollouts, groups: Sequence[GroupRows]) -
     one arrives after the commit of its step.
     """
     config, (step, kind, evaluation_set) = run.config, rollouts
-    check_rollouts(config, rollouts)
+    check_rollouts(run.config_at(step), rollouts)
     recorded = recorded_uids(run, rollouts)
     new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:

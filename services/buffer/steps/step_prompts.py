@@ -42,7 +42,7 @@ def select_prompts(run: Run, rollouts: wire.Rollouts, generation_round: int) -> 
     Raises 400 if the schedule has no such rollouts, or no such round, at this step.
     """
     config = run.config
-    check_rollouts(config, rollouts)
+    check_rollouts(run.config_at(rollouts.step), rollouts)
     _check_round(config, rollouts.kind, generation_round)
     version = config.rollout_version(rollouts.step, rollouts.kind)
     undecided = run.current_step < _decided_by(config, rollouts)

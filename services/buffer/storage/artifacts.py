@@ -119,7 +119,7 @@ def _settle_set_aside(run: Run, version: int, digest: str) -> list[str]:
     if row.manifest_digest == digest:
         row.status = "published"
         run.session.flush()
-        for name in run.config.evaluation_sets_at(version):
+        for name in run.config_at(version).evaluation_sets_at(version):
             if not missing_groups(run, wire.Rollouts(version, "evaluation", name)):
                 record_evaluation(run, version, name)
         return []
@@ -302,7 +302,7 @@ def _prune(run: Run) -> list[str]:
         for row in stale
         if not any(
             missing_groups(run, wire.Rollouts(row.version, "evaluation", name))
-            for name in config.evaluation_sets_at(row.version)
+            for name in run.config_at(row.version).evaluation_sets_at(row.version)
         )
     ]
     for row in stale:
@@ -327,7 +327,7 @@ def _best_or_pending(run: Run, steps: Sequence[int]) -> list[int]:
     pending = [
         step
         for step in steps
-        if run.config.primary_set in run.config.evaluation_sets_at(step + 1)
+        if run.config.primary_set in run.config_at(step + 1).evaluation_sets_at(step + 1)
         and step not in accuracy
     ]
     return [*best_first[: run.config.checkpoint.keep_best], *pending]

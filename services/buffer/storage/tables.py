@@ -27,8 +27,10 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, object_session
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig
+from bapo_core.config.changes import values_at
 from bapo_core.config.messages import explain_validation_error
+from services.buffer.api import wire
 from services.common.problems import conflict
 from services.common.scopes import SCOPES
 
@@ -71,6 +73,9 @@ class Run(Base):
     name: Mapped[str] = mapped_column(unique=True)
     config_json: Mapped[dict[str, Any]] = mapped_column("config")
     """The whole `RunConfig` as JSON, defaults included; never changed after creation."""
+    changes_json: Mapped[list[Any]] = mapped_column("config_changes", server_default=text("'[]'"))
+    """The changes of the configuration (`wire.RecordedChange`), in the order in which they were
+    made. They are in the row of the run because whoever reads its configuration needs them all."""
     train_dataset: Mapped[str]
     test_datasets: Mapped[dict[str, Any]]
     """Dataset of the held-out prompts of each evaluation set, by the set's name. Each set has its
@@ -80,6 +85,9 @@ class Run(Base):
     """The last committed step; 0 before the first commit."""
     attempt: Mapped[int] = mapped_column(default=0)
     """Fencing number: requests of processes of an older attempt are refused."""
+    attempt_began_at: Mapped[datetime | None]
+    """When the attempt began; null before the first one, and for an attempt that began before this
+    was recorded."""
     target_version: Mapped[int] = mapped_column(server_default="0")
     """Policy version that rollout replicas should serve: that of the prompts handed out last;
     0 before any."""
@@ -112,17 +120,35 @@ class Run(Base):
             raise RuntimeError(f"the session of run {self.name!r} has ended; load the run again")
         return session
 
+    @property
+    def changes(self) -> list[wire.RecordedChange]:
+        """The changes of the configuration, in the order in which they were made."""
+        return [wire.RecordedChange.model_validate(change) for change in self.changes_json or ()]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The configuration after all changes, as JSON."""
+        return values_at(self.config_json, self.changes, None)
+
     @cached_property
     def config(self) -> RunConfig:
-        """The configuration, validated once; raises 409 if this version cannot read it."""
+        """The configuration after all changes, validated once.
+
+        Raises 409 if this version cannot read it.
+        """
+        values = self.values
         try:
-            return RunConfig.model_validate(self.config_json)
+            return RunConfig.model_validate(values)
         except ValidationError as error:
             raise conflict(
                 f"run {self.name!r} has a stored configuration that the service cannot read: "
-                f"{explain_validation_error(error, self.config_json)}; install the package again "
+                f"{explain_validation_error(error, values)}; install the package again "
                 "that the run needs where the service runs, or delete the run"
             ) from error
+
+    def config_at(self, step: int) -> RunConfig:
+        """Returns the configuration of a step (`ConfigHistory.at`); raises 409 as `config` does."""
+        return ConfigHistory(self.config, self.changes).at(step)
 
 
 class StoredConfig(Base):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bapo_core.config import RunConfig
+from bapo_core.config import ConfigHistory, RunConfig
 from bapo_core.metrics import pass_at_k
 from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
@@ -42,7 +42,9 @@ def test_each_set_has_its_own_interval() -> None:
     """Version 13 holds the final weights of 12 steps."""
     config = sets_config("intervals")
     evaluations = [
-        (job.step, job.evaluation_set) for job in plan_jobs(config, 1) if job.kind == "evaluation"
+        (job.step, job.evaluation_set)
+        for job in plan_jobs(ConfigHistory(config), 1)
+        if job.kind == "evaluation"
     ]
     assert evaluations == [
         *[(1, "cd-34"), (1, "cd-4")],
@@ -56,9 +58,11 @@ def test_each_set_has_its_own_interval() -> None:
 
 def test_a_run_that_goes_on_asks_only_for_the_evaluations_that_it_lacks() -> None:
     config = sets_config("lacking")
-    every = [job for job in plan_jobs(config, 10) if job.kind == "evaluation"]
+    every = [job for job in plan_jobs(ConfigHistory(config), 10) if job.kind == "evaluation"]
     evaluated = {(1, "cd-34"), (1, "cd-4"), (4, "cd-34"), (6, "cd-4")}
-    lacking = [job for job in plan_jobs(config, 10, evaluated) if job.kind == "evaluation"]
+    lacking = [
+        job for job in plan_jobs(ConfigHistory(config), 10, evaluated) if job.kind == "evaluation"
+    ]
     assert (lacking[0].step, lacking[0].evaluation_set) == (8, "cd-34")
     assert lacking == every[4:]
 
@@ -70,7 +74,7 @@ def test_rollouts_that_run_ahead_do_not_wait_for_evaluations(v: int, lag: int, f
     """A job may need a version that the trainer publishes after the rollouts before the job."""
     sync = {"every": v, "lag": lag}
     config = small_config("ahead", sync=sync, reevaluate={"enabled": False})
-    jobs = list(plan_jobs(config, first))
+    jobs = list(plan_jobs(ConfigHistory(config), first))
     assert [job.step for job in jobs if job.kind == "fresh"] == list(range(first, 13))
     evaluations = [job.step for job in jobs if job.kind == "evaluation"]
     assert evaluations == [1, 4, 8, 12, 13]

@@ -115,8 +115,8 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
         # The older schema has neither digests, sources of datasets, spans, stored configurations,
-        # reward files, posteriors of samplers, nor a target version, a workflow and a place in the
-        # queue.
+        # reward files, posteriors of samplers, nor a target version, a workflow, a place in the
+        # queue and the time at which an attempt began.
         connection.execute("update step_record set digests = null")
         connection.execute("update dataset set digest = null, source = null")
         connection.execute("delete from span")
@@ -124,6 +124,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute("delete from reward_file")
         connection.execute("delete from sampler_posterior")
         connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
+        connection.execute("update run set attempt_began_at = null")
         # Its batches have no recorded decisions.
         connection.execute("update step_record set decisions = null, supervised = null")
         # How many of its responses were cut off is not known.
@@ -154,6 +155,22 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
     for table in before:
         if table != "api_token":
             assert after[table] == before[table], table
+
+
+def test_an_older_version_continues_a_changed_run_with_its_last_values(
+    stack: Endpoints, database: str
+) -> None:
+    client = Driver(stack, small_config("reconfigured-before")).client
+    client.change_config({"steps": 20, "optimizer.learning_rate": 1e-5})
+    client.change_config({"steps": 30})
+    expected = client.stored_config()
+    copy_database(stack, "migrations")
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute("delete from run where name <> 'reconfigured-before'")
+    downgrade(database, "0030")
+    with psycopg.connect(plain(database)) as connection:
+        assert connection.execute("select config from run").fetchall() == [(expected,)]
+    upgrade(database)
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:

@@ -150,6 +150,39 @@ def test_a_run_is_created_once_and_refuses_another_configuration(
     assert context.buffer.run_state() == created
 
 
+def test_a_pipeline_that_is_started_with_other_values_changes_its_run(
+    context: PipelineContext, small_model: Any, log_lines: list[str]
+) -> None:
+    created = open_run(context, small_model)
+    path = created.model.path
+    options = ["steps=9", "optimizer.learning_rate=1e-5", "trainer.processes=2"]
+    config = open_run(context, path, *options)
+    assert (config.steps, config.optimizer.learning_rate) == (9, 1e-5)
+    assert any("from step 1 on: optimizer.learning_rate" in line for line in log_lines)
+    assert open_run(context, path, *options) == config
+    assert len(context.buffer.run_state().changes) == 1
+    assert [steps.segment_end(context, number, 3) for number in (1, 2, 3)] == [5, 8, 9]
+    with pytest.raises(BapoError, match=r"another configuration \(rollout differ\).* only steps, "):
+        open_run(context, path, *options, "rollout.temperature=0.5")
+
+
+def test_a_pipeline_continues_a_finished_run_that_gets_more_steps(
+    context: PipelineContext, small_model: Any, log_lines: list[str]
+) -> None:
+    path = open_run(context, small_model, "steps=3").model.path
+    context.buffer.begin_attempt()
+    context.buffer.set_status("finished")
+    open_run(context, path, "steps=6")
+    state = context.buffer.run_state()
+    assert state.stopped is not None
+    assert state.stopped.by == context.name
+    steps.check_run(context, jobs_of())
+    assert "it is continued" in log_lines[-1]
+    steps.take_turn(context, jobs_of())
+    assert context.buffer.run_state().status == "running"
+    assert context.buffer.run_state().steps == 6
+
+
 def test_a_run_goes_on_without_the_prompts_that_were_too_long(
     context: PipelineContext, small_model: Any, log_lines: list[str]
 ) -> None:

@@ -9,7 +9,12 @@ import pytest
 
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
-from services.buffer.api.digest_chain import check_chain, link
+from services.buffer.api.digest_chain import (
+    check_chain,
+    digest_change,
+    digest_configuration,
+    link,
+)
 
 CONFIG = {"seed": 1}
 
@@ -108,3 +113,75 @@ def test_weights_that_changed_between_two_steps_are_named() -> None:
     second = link(first.chain, CONFIG, 2, digests(2, weights_before="a" * 64))
     with pytest.raises(BapoError, match="step 2 did not begin with the weights that step 1"):
         check_chain(CONFIG, [view(1, first), view(2, second)])
+
+
+def changed(*changes: tuple[int, int], config: dict[str, Any]) -> list[wire.RecordedChange]:
+    """Returns changes of `steps`, as (first step, new value), with their digests."""
+    recorded: list[wire.RecordedChange] = []
+    previous = digest_configuration(config, [], 0)
+    for first_step, steps in changes:
+        change = wire.RecordedChange(
+            first_step=first_step,
+            old={"steps": recorded[-1].new["steps"] if recorded else config["steps"]},
+            new={"steps": steps},
+            attempt=len(recorded) + 2,
+            by="alice",
+            at=datetime(2026, 1, 1, tzinfo=UTC),
+            digest="0" * 64,
+        )
+        previous = digest_change(previous, change)
+        recorded.append(change.model_copy(update={"digest": previous}))
+    return recorded
+
+
+def chain_with(changes: list[wire.RecordedChange], config: dict[str, Any]) -> list[wire.StepView]:
+    views: list[wire.StepView] = []
+    previous = None
+    for step in range(1, 7):
+        found = link(previous, config, step, digests(step), changes)
+        previous = found.chain
+        views.append(view(step, found))
+    return views
+
+
+def test_the_chain_holds_the_changes_of_the_configuration() -> None:
+    initial, current = {"seed": 1, "steps": 3}, {"seed": 1, "steps": 6}
+    changes = changed((4, 5), (6, 6), config=initial)
+    views = chain_with(changes, initial)
+    check_chain(current, views, changes)
+    check_chain(initial, views, changes)
+    unchanged = chain_with([], initial)
+    assert [
+        step.digests == other.digests for step, other in zip(views, unchanged, strict=True)
+    ] == ([True] * 3 + [False] * 3)
+    with pytest.raises(BapoError, match="breaks at step 4"):
+        check_chain(initial, views)
+    with pytest.raises(BapoError, match="breaks at step 6"):
+        check_chain({"seed": 1, "steps": 5}, views, changes[:1])
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"new": {"steps": 7}},
+        {"old": {"steps": 2}},
+        {"first_step": 5},
+        {"by": "mallory"},
+        {"attempt": 9},
+        {"at": datetime(2027, 1, 1, tzinfo=UTC)},
+    ],
+)
+def test_a_change_that_was_forged_afterwards_is_found(forged: dict[str, Any]) -> None:
+    config = {"seed": 1, "steps": 3}
+    changes = changed((4, 5), (6, 6), config=config)
+    views = chain_with(changes, config)
+    changes[1] = changes[1].model_copy(update=forged)
+    with pytest.raises(BapoError, match="breaks at change 2 of the configuration, from step"):
+        check_chain(config, views, changes)
+
+
+def test_a_change_that_is_removed_breaks_the_changes_after_it() -> None:
+    config = {"seed": 1, "steps": 3}
+    changes = changed((4, 5), (6, 6), config=config)
+    with pytest.raises(BapoError, match="breaks at change 1 of the configuration"):
+        check_chain(config, [], changes[1:])

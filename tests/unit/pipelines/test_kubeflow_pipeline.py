@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.config import RunConfig, load_config
+from bapo_core.config import ConfigHistory, RunConfig, load_config
 from bapo_core.errors import BapoError, ConfigError
 from pipelines import IMPORTABLE, RELEASE_NAMES, SEGMENTS
 from pipelines.bapo_pipeline import CONNECTION
@@ -320,7 +320,7 @@ def test_segments_end_at_checkpoints_and_with_the_run(
     steps: int, every: int, segments: int
 ) -> None:
     config = RunConfig.model_validate({"steps": steps, "checkpoint": {"every": every}})
-    ends = segment_ends(config, segments)
+    ends = segment_ends(ConfigHistory(config), segments)
     assert len(ends) == segments
     assert ends[-1] == steps
     assert ends == sorted(ends)
@@ -332,7 +332,7 @@ def test_segments_end_at_checkpoints_and_with_the_run(
 
 def test_a_pipeline_has_at_least_one_segment() -> None:
     with pytest.raises(BapoError, match="has 0 segments"):
-        segment_ends(RunConfig(), 0)
+        segment_ends(ConfigHistory(RunConfig()), 0)
 
 
 def test_arguments_are_parameters_of_the_pipeline_or_overrides_of_the_configuration() -> None:

@@ -544,11 +544,28 @@ def test_a_second_pass_goes_on_from_the_first() -> None:
     assert not torch.equal(twice[1], twice[3])
 
 
+def test_a_restored_optimizer_takes_the_rates_of_the_configuration_of_its_step() -> None:
+    """A checkpoint has the rates of the step that it was stored at, which may be others."""
+    restored = updater_of(config("optimizer.weight_decay=0.5"))
+    restored.optimizer.load_state_dict(updater_of(config()).optimizer.state_dict())
+    data = batch()
+    fresh = updater_of(config("optimizer.weight_decay=0.5"))
+    for updater in (restored, fresh):
+        step(updater, 1, data)
+    assert torch.equal(flat(restored.policy), flat(fresh.policy))
+    for updater in (restored, fresh):
+        updater.config = config("optimizer.learning_rate=1e-4", "optimizer.gradient_clip=0.01")
+        step(updater, 2, data)
+        (group,) = updater.optimizer.param_groups
+        assert (group["lr"], group["weight_decay"]) == (1e-4, 0.1)
+    assert torch.equal(flat(restored.policy), flat(fresh.policy))
+
+
 def test_the_learning_rate_warms_up() -> None:
     updater = updater_of(config("optimizer.warmup_steps=10"))
     rates = {}
     for step in (1, 5, 10, 50):
-        updater._set_learning_rate(step)
+        updater._set_rates(step)
         rates[step] = updater.optimizer.param_groups[0]["lr"]
     assert rates == pytest.approx({1: 1e-4, 5: 5e-4, 10: 1e-3, 50: 1e-3})
 

@@ -1,0 +1,192 @@
+"""Tests which keys of a run's configuration may change, and what is in force at a step."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.config import (
+    ConfigChange,
+    ConfigError,
+    ConfigHistory,
+    RunConfig,
+    config_from,
+    flatten,
+    load_config,
+)
+from bapo_core.config.changes import CHANGEABLE, values_at
+
+INITIAL = config_from(
+    {
+        "name": "words",
+        "steps": 12,
+        "optimizer": {"learning_rate": 1e-4},
+        "evaluation": {"every": 5, "sets": {"easy": {"every": 4}, "hard": {}}},
+    }
+)
+
+
+def history(*requests: tuple[int, dict[str, Any]]) -> ConfigHistory:
+    """Returns the configuration of a run that was changed after steps, in this order."""
+    changes: list[ConfigChange] = []
+    for trained, values in requests:
+        change = ConfigHistory(INITIAL, changes).plan_change(values, trained)
+        assert change is not None
+        changes.append(change)
+    return ConfigHistory(INITIAL, changes)
+
+
+def rates(configs: ConfigHistory, *steps: int) -> list[float]:
+    return [configs.at(step).optimizer.learning_rate for step in steps]
+
+
+def test_a_change_holds_from_its_step_on() -> None:
+    configs = history((4, {"optimizer.learning_rate": 1e-5}), (8, {"steps": 20}))
+    assert rates(configs, 1, 4, 5, 20) == [1e-4, 1e-4, 1e-5, 1e-5]
+    assert [configs.at(step).steps for step in (1, 8, 9)] == [12, 12, 20]
+    assert configs.current == configs.at(20)
+    assert configs.at(0) == INITIAL
+
+
+def test_a_run_without_changes_has_its_configuration_at_every_step() -> None:
+    assert ConfigHistory(INITIAL).at(3) is INITIAL
+    assert ConfigHistory(INITIAL).current is INITIAL
+
+
+def test_a_step_that_is_repeated_has_the_values_that_it_had() -> None:
+    """A run that went back to step 4 knows of the change after step 8, which holds from 9 on."""
+    configs = history((8, {"optimizer.learning_rate": 1e-5}))
+    assert rates(configs, 5, 8, 9) == [1e-4, 1e-4, 1e-5]
+
+
+def test_the_last_change_of_a_key_holds_although_an_earlier_one_begins_later() -> None:
+    configs = history(
+        (8, {"optimizer.learning_rate": 1e-5}), (4, {"optimizer.learning_rate": 1e-6})
+    )
+    assert rates(configs, 4, 5, 9) == [1e-4, 1e-6, 1e-6]
+    back = history((8, {"optimizer.learning_rate": 1e-5}), (4, {"optimizer.learning_rate": 1e-4}))
+    assert rates(back, 4, 5, 9) == [1e-4, 1e-4, 1e-4]
+
+
+@given(
+    requests=st.lists(
+        st.tuples(
+            st.integers(0, 11),
+            st.fixed_dictionaries(
+                {"optimizer.learning_rate": st.floats(1e-7, 1e-3)},
+                optional={"checkpoint.every": st.integers(1, 9), "steps": st.integers(12, 40)},
+            ),
+        ),
+        max_size=5,
+    ),
+    step=st.integers(0, 40),
+)
+def test_the_values_of_a_step_are_the_same_from_whichever_values_they_are_computed(
+    requests: list[tuple[int, dict[str, Any]]], step: int
+) -> None:
+    changes: list[ConfigChange] = []
+    for trained, values in requests:
+        change = ConfigHistory(INITIAL, changes).plan_change(values, trained)
+        changes += [] if change is None else [change]
+    initial = INITIAL.model_dump(mode="json")
+    current = values_at(initial, changes, None)
+    assert values_at(current, changes, step) == values_at(initial, changes, step)
+    assert values_at(current, changes, 0) == initial
+
+
+def test_a_change_names_the_values_before_and_after_it() -> None:
+    change = ConfigHistory(INITIAL).plan_change(
+        {"steps": 20, "optimizer.learning_rate": 1e-5, "checkpoint.every": 5}, 12
+    )
+    assert change == ConfigChange(
+        first_step=13,
+        old={"steps": 12, "optimizer.learning_rate": 1e-4},
+        new={"steps": 20, "optimizer.learning_rate": 1e-5},
+    )
+    assert change.describe() == "optimizer.learning_rate 0.0001 -> 1e-05, steps 12 -> 20"
+
+
+def test_values_that_the_run_has_already_change_nothing() -> None:
+    assert ConfigHistory(INITIAL).plan_change({"steps": 12, "seed": 42}, 12) is None
+
+
+def test_an_evaluation_set_may_get_an_interval_of_its_own() -> None:
+    configs = history((2, {"evaluation.sets.hard.every": 3, "evaluation.sets.easy.every": None}))
+    sets = configs.at(3).evaluation_sets
+    assert (sets["hard"].every, sets["easy"].every) == (3, 5)
+    assert configs.at(2).evaluation_sets["hard"].every == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "trained", "message"),
+    [
+        ({"seed": 7}, 4, "run 'words' cannot change seed=7: "),
+        ({"steps": 20, "sync.every": 2}, 4, "cannot change sync.every=2: "),
+        ({"algorithm": "grpo"}, 4, "cannot change algorithm=grpo: "),
+        ({"kl.coefficient": 0.1, "seed": 7}, 4, "cannot change kl.coefficient=0.1, seed=7: "),
+        ({"evaluation.sets.hard.samples": 2}, 4, "cannot change evaluation.sets.hard.samples=2"),
+        ({"steps": 3}, 4, "steps=3 is below the 4 steps that run 'words' has trained; give at "),
+        ({"optimizer.learning_rate": 1e-5}, 12, "would change nothing: run 'words' has trained 12"),
+        ({"steps": 0}, 4, "steps: input should be greater than or equal to 1"),
+        ({"optimizer.learnin_rate": 1}, 4, "learnin_rate"),
+        ({"checkpoint.keep_best": 2}, 4, "checkpoint.keep_best is 2, which needs a checkpoint of"),
+    ],
+)
+def test_what_may_not_change_is_refused_with_the_remedy(
+    values: dict[str, Any], trained: int, message: str
+) -> None:
+    config = load_config(None, ["name=words", "steps=12", "evaluation.every=4"])
+    if "evaluation.sets.hard.samples" in values:
+        config = INITIAL
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ConfigHistory(config).plan_change(values, trained)
+
+
+def test_a_run_may_end_with_the_step_that_it_is_at() -> None:
+    change = ConfigHistory(INITIAL).plan_change({"steps": 4}, 4)
+    assert change is not None
+    config = ConfigHistory(INITIAL, [change]).at(5)
+    assert config.evaluation_sets_at(5) == ["easy", "hard"], "the final weights are evaluated"
+
+
+@given(
+    v=st.integers(1, 9),
+    lag=st.integers(0, 6),
+    phase=st.sampled_from(["algorithm1", "first_step"]),
+    steps=st.integers(1, 20),
+)
+def test_a_run_that_gets_more_steps_finds_all_weights_that_its_rollouts_need(
+    v: int, lag: int, phase: str, steps: int
+) -> None:
+    config = load_config(
+        None, [f"steps={steps}", f"sync.every={v}", f"sync.lag={lag}", f"sync.phase={phase}"]
+    )
+    change = ConfigHistory(config).plan_change({"steps": 30}, steps)
+    assert change is not None
+    configs = ConfigHistory(config, [change])
+    for t in range(1, 31):
+        version = config.schedule.policy_version(t)
+        assert configs.at(version).publishes_at(version)
+
+
+def test_every_key_that_may_change_exists_and_is_documented() -> None:
+    keys = flatten(INITIAL.model_dump(mode="json"))
+    page = Path("docs/concepts.md").read_text()
+    for pattern in CHANGEABLE:
+        assert [key for key in keys if fnmatchcase(key, pattern)], pattern
+        assert f"`{pattern}`" in page, pattern
+
+
+def test_the_default_configuration_has_no_schedule_that_depends_on_the_number_of_steps() -> None:
+    """So a run that gets more steps is the run that had them from the start."""
+    short, long = RunConfig(steps=10), RunConfig(steps=40)
+    for t in range(1, 11):
+        assert short.publishes_at(t) == long.publishes_at(t)
+        assert short.rollout_version(t, "fresh") == long.rollout_version(t, "fresh")
+        assert short.replays_at(t) == long.replays_at(t)
