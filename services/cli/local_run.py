@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.process_tokens import process_tokens
 from services.cli.progress import RunDisplay
 from services.cli.reward_files import store_reward
+from services.cli.run_lock import RunLock
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
@@ -37,11 +39,17 @@ from services.verifier.api.client import VerifierClient
 from services.verifier.api.trial import try_functions
 
 POLL_INTERVAL_S = 0.5
+TAKE_OVER = "`bapo run --resume --take-over`"
+"""Begins the name under which a command stops the run of another one."""
 VLLM_MEMORY_SHARE = 0.9
 """Share of a GPU that vLLM takes unless `--gpu-memory-utilization` says otherwise."""
 GIVE_UP_AFTER_S = 15.0
 """Seconds of failing calls after which a service of this machine counts as lost: nothing restarts
 it."""
+
+
+class TakenOver(BapoError):
+    """Another command trains the run now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +111,30 @@ def create_run(run: LocalRun, model: Path) -> None:
     client.create_run(request)
 
 
-def execute(run: LocalRun, model: Path) -> RunHistory:
+def execute(run: LocalRun, model: Path, lock: RunLock | None = None) -> RunHistory:
     """Trains from the last checkpoint to the end; writes the summary and the report.
 
-    model: directory of the initial model.
+    model: directory of the initial model. lock: the lock of the run, if it is acquired already.
 
     Raises `BapoError` when a process fails; the run is then marked as failed. One that a person
-    interrupts is marked as stopped. Raises `BapoError`, too, when a person stops it from elsewhere.
+    interrupts is marked as stopped. Raises `BapoError`, too, when a person stops it from elsewhere,
+    and when another command on this machine trains it; and `TakenOver` when one has taken it over.
     """
+    with (lock or RunLock(run.home, run.config.name)).held():
+        return _execute(run, model)
+
+
+def take_over_run(client: BufferClient, lock: RunLock) -> None:
+    """Makes the command that trains a run on this machine stop, and acquires the run's lock.
+
+    The command keeps its logs and its temporary files until it has ended. Raises `BapoError` if it
+    does not end.
+    """
+    client.stop(by=f"{TAKE_OVER} (process {os.getpid()})")
+    lock.wait()
+
+
+def _execute(run: LocalRun, model: Path) -> RunHistory:
     started = time.monotonic()
     run.directory.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
@@ -130,7 +154,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
                 _show_progress(run, supervisor, client, state)
             client.set_status("finished")
     except ProcessFailed as error:
-        _raise_if_stopped(client, error)
+        _raise_if_stopped(client, state.attempt, error)
         _record_end(client, "failed")
         raise
     except ServiceUnavailable:
@@ -297,17 +321,33 @@ def _show_progress(
             time.sleep(POLL_INTERVAL_S)
 
 
-def _raise_if_stopped(client: BufferClient, error: ProcessFailed) -> None:
-    """Raises `BapoError` if a process has ended because the run was stopped."""
+def _raise_if_stopped(client: BufferClient, attempt: int, error: ProcessFailed) -> None:
+    """Raises an error if a process has ended because the run was stopped, or was taken over.
+
+    attempt: of the process. Raises `TakenOver` or another `BapoError`.
+    """
     try:
         state = client.run_state()
     except BapoError:
         return  # The service may be what failed. The error to show is that of the process.
+    stop = state.stopped
+    if state.status == "stopped" and stop is not None and stop.by.startswith(TAKE_OVER):
+        raise TakenOver(_describe_take_over(state, stop.at, f", by {stop.by}")) from error
+    if state.status != "stopped" and state.attempt != attempt:
+        raise TakenOver(_describe_take_over(state, state.attempt_began_at)) from error
     if state.status == "stopped":
         by = f" by {state.stopped.describe()}" if state.stopped is not None else ""
         raise BapoError(
             f"run {state.name!r} was stopped after step {state.current_step}{by}"
         ) from error
+
+
+def _describe_take_over(state: wire.RunState, at: datetime | None, by: str = "") -> str:
+    when = f" at {at.astimezone():%H:%M:%S}" if at is not None else ""
+    return (
+        f"another command took over run {state.name!r}{when}{by}; the processes of this one are "
+        "stopped"
+    )
 
 
 def _record_end(client: BufferClient, status: str) -> None:

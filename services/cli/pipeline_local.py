@@ -27,6 +27,7 @@ from services.cli.echo import echo
 from services.cli.local_run import engine_threads
 from services.cli.process_tokens import process_tokens
 from services.cli.reward_files import store_parameters
+from services.cli.run_lock import RunLock
 from services.cli.service import client_of, format_addresses
 from services.common.process import end_with_parent, python_command
 from services.common.scopes import Scope
@@ -58,6 +59,7 @@ def run_pipeline(
     run = run_of(parameters)
     with (
         find_or_start_stack(home) as endpoints,
+        RunLock(home, run).held(),
         process_tokens(
             client_of(endpoints, run),
             bound=("replica", "collector", "trainer"),

@@ -405,8 +405,9 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert errors.splitlines()[-1] == f"stopped; continue with `{command}`"
     assert _children(process.pid) == []
     assert client.run_state().status == "stopped"
-    # Of the keys that were changed since, only those of the trainer apply.
-    said = bapo.run("interrupted", "--resume", "--profile", "2", "model.path=/does/not/exist")
+    # Of the keys that were changed in the file since, only those of the trainer apply.
+    moved = replace(bapo, model=Path("/does/not/exist"))
+    said = moved.run("interrupted", "--resume", "--profile", "2")
     assert f"which has model.path={bapo.model} (not /does/not/exist)" in said
     assert "the checkpoint of step" in said or "no checkpoint was written yet" in said
     mlflow = MlflowClient(uri)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import sys
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,24 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bapo_core.config import RunConfig, flatten, parse_overrides
+from bapo_core.config import ConfigChange, RunConfig, flatten, parse_overrides
 from bapo_core.errors import BapoError
 from bapo_core.reward_files import RewardFunctions
 from services.buffer.api.client import BufferClient
-from services.buffer.api.wire import EvaluationSetView
+from services.buffer.api.wire import EvaluationSetView, RunState
 from services.cli.console import plain_console
 from services.cli.echo import echo
-from services.cli.local_run import LocalRun, create_run, execute, next_free_name
+from services.cli.local_run import (
+    LocalRun,
+    TakenOver,
+    create_run,
+    execute,
+    next_free_name,
+    take_over_run,
+)
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.reward_files import pin_reward
+from services.cli.run_lock import RunLock
 from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
@@ -44,8 +53,13 @@ ONLY_DEFAULTS = (
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the run from its last checkpoint, with its stored configuration: of FILE and "
-    "KEY=VALUE, only `name` and `trainer.*` take effect.",
+    help="Continue the run from its last checkpoint. KEY=VALUE changes its configuration from the "
+    "next step on, as far as that is possible; of FILE, only `name` and `trainer.*` take effect.",
+)
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="With --resume: stop the command on this machine that trains the run, and go on here.",
 )
 @click.option("--new", is_flag=True, help="Take the next free name if the run's name is taken.")
 @click.option(
@@ -55,22 +69,36 @@ ONLY_DEFAULTS = (
     help="Trace this many steps of the trainer; `bapo profile` exports the traces.",
 )
 @port_option
-def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, port: int) -> None:
+def run(
+    config: ConfigArguments,
+    resume: bool,
+    take_over: bool,
+    new: bool,
+    profile: int | None,
+    port: int,
+) -> None:
     """Train on this machine.
 
     The services of `bapo stack` are used, or started for as long as the run lasts. Summary and
     report are written to `runs/NAME`.
+
+    With --resume, these keys may change: steps (also of a run that is finished), learning_rate,
+    weight_decay and gradient_clip of optimizer, the intervals of evaluation, and the section
+    checkpoint. Each change is recorded. Others need a new run.
 
     \b
     Examples:
       bapo run examples/countdown.yaml
       bapo run examples/countdown.yaml steps=50 sync.every=1 --new
       bapo run examples/countdown.yaml --resume
+      bapo run examples/countdown.yaml --resume steps=200 optimizer.learning_rate=5e-5
     """
     if resume and new:
         raise click.UsageError("--resume continues a run, --new starts one; give one of them.")
     if not (resume or config.file or config.overrides):
         raise click.UsageError(ONLY_DEFAULTS)
+    if take_over and not resume:
+        raise click.UsageError("--take-over continues a run; give --resume, too.")
     stop_on_signals("stopping")
     console = plain_console()
     home = default_home()
@@ -79,7 +107,10 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         console.print(f"note: {warning}")
     loaded = _pin(loaded, resume=resume)
     imported = start_detached(_import_tokenizers)
-    with find_or_start_stack(home, port) as endpoints:
+    with (
+        find_or_start_stack(home, port) as endpoints,
+        closing(RunLock(home, loaded.name)) as lock,
+    ):
         imported.result()  # Nothing else may import parts of transformers meanwhile.
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
@@ -87,28 +118,37 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
                 update={"name": next_free_name(client, loaded.name, Path("runs"))}
             )
         if resume:
-            stored = _stored_config(client)
+            stored = _continue_run(client, config, lock, take_over, console)
             _note_kept_values(console, config, loaded, stored)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
         else:
             loaded = pin_model(loaded, home, open_store=open_local_object_store)
         model = ensure_model(loaded, home, open_store=open_local_object_store)
-        resume_command = _resume_command(config.file, loaded.name)
         console.print(
             format_addresses(endpoints, home, with_token=console.is_terminal), soft_wrap=True
         )
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
-        try:
-            history = execute(local_run, model)
-        except BapoError as error:
-            raise BapoError(f"{error}; continue with `{resume_command}`") from error
-        except SystemExit:
-            echo(f"stopped; continue with `{resume_command}`", err=True)
-            raise
+        held = lock if resume else None
+        history = _train(local_run, model, held, _resume_command(config.file, loaded.name))
         _print_results(console, local_run, history)
+
+
+def _train(run: LocalRun, model: Path, lock: RunLock | None, resume_command: str) -> RunHistory:
+    """Trains a run to its end. Errors name the command that continues it."""
+    try:
+        return execute(run, model, lock)
+    except TakenOver as error:
+        # Printed now: this command may have to run the services until the other one ends.
+        echo(f"error: {error}", err=True)
+        raise SystemExit(1) from error
+    except BapoError as error:
+        raise BapoError(f"{error}; continue with `{resume_command}`") from error
+    except SystemExit:
+        echo(f"stopped; continue with `{resume_command}`", err=True)
+        raise
 
 
 def _import_tokenizers() -> None:
@@ -129,6 +169,93 @@ def _pin(config: RunConfig, *, resume: bool) -> RunConfig:
     return config
 
 
+def _continue_run(
+    client: BufferClient,
+    arguments: ConfigArguments,
+    lock: RunLock,
+    may_take_over: bool,
+    console: Console,
+) -> RunConfig:
+    """Acquires the run and records changes of its configuration; returns the configuration.
+
+    Raises `BapoError` when there is no such run, when it is finished and gets no more steps, when
+    another command trains it and may not be stopped, and for keys that may not change.
+    """
+    state, _ = _plan(client, arguments)
+    if not lock.acquire():
+        _ask_to_take_over(lock.describe(state), may_take_over)
+        take_over_run(client, lock)
+    # The command that held the lock may have stored a checkpoint, or ended the run, since.
+    state, change = _plan(client, arguments)
+    if change is not None:
+        state = client.change_config(change.new, by="`bapo run --resume`")
+        recorded = state.changes[-1]
+        console.print(f"from step {recorded.first_step} on: {recorded.describe()}")
+    return state.config
+
+
+def _plan(client: BufferClient, arguments: ConfigArguments) -> tuple[RunState, ConfigChange | None]:
+    """Returns the state of the run, and the change that the command line asks for.
+
+    Raises `BapoError` as `_continue_run` does.
+    """
+    state = _read_state(client)
+    checkpoint = client.latest_checkpoint()
+    requested = _requested_values(arguments, state.config)
+    change = state.history.plan_change(requested, checkpoint.number if checkpoint else 0)
+    if state.status == "finished" and change is None:
+        raise BapoError(
+            f"run {client.run!r} is finished; `bapo report {client.run}` shows it, and --resume "
+            f"with steps=N, above {state.steps}, trains it longer"
+        )
+    return state, change
+
+
+def _ask_to_take_over(running: str, may_take_over: bool) -> None:
+    """Returns if the command that trains the run may be stopped; raises `BapoError` otherwise."""
+    if may_take_over:
+        return
+    if not sys.stdin.isatty():
+        raise BapoError(
+            f"{running}; --take-over stops that command, and continues the run from its last "
+            "checkpoint"
+        )
+    if not click.confirm(f"{running}. Stop that command, and continue the run here?", err=True):
+        raise BapoError("the run was left to the other command")
+
+
+def _read_state(client: BufferClient) -> RunState:
+    """Returns the state of the run. Raises `BapoError` if there is none."""
+    try:
+        return client.run_state()
+    except ServiceError as error:
+        raise BapoError(
+            f"there is no run {client.run!r} to resume; start it without --resume"
+        ) from error
+
+
+def _requested_values(arguments: ConfigArguments, stored: RunConfig) -> dict[str, Any]:
+    """Returns the values of the command line that say what is to be trained, by dotted key."""
+    kept = flatten(stored.model_dump(mode="json"))
+    return {
+        key: value
+        for key, value in flatten(parse_overrides(arguments.overrides)).items()
+        if key != "name"
+        and key.partition(".")[0] != "trainer"
+        and not _is_pinned(key, kept.get(key), value)
+    }
+
+
+def _is_pinned(key: str, stored: object, given: object) -> bool:
+    """Whether the stored address of a data set, a model or a reward file is the given one.
+
+    It may have a revision or a digest in addition.
+    """
+    if key == "task.reward":
+        return _is_same_reward(given, stored)
+    return key.endswith("path") and f"{stored}".startswith(f"{given}")
+
+
 def _note_kept_values(
     console: Console, arguments: ConfigArguments, given: RunConfig, stored: RunConfig
 ) -> None:
@@ -141,15 +268,13 @@ def _note_kept_values(
         if key in values
         and kept.get(key) != values[key]
         and not key.startswith("trainer.")
-        # The stored address of a data set or of a model may have its revision in addition.
-        and not (key.endswith("path") and f"{kept.get(key)}".startswith(f"{values[key]}"))
-        and not (key == "task.reward" and _is_same_reward(values[key], kept.get(key)))
+        and not _is_pinned(key, kept.get(key), values[key])
     ]
     if different:
         more = f" and {len(different) - 5} more" if len(different) > 5 else ""
         console.print(
             f"note: --resume keeps the configuration of the run, which has "
-            f"{', '.join(different[:5])}{more}; only trainer.* takes effect"
+            f"{', '.join(different[:5])}{more}; of a file, only trainer.* takes effect"
         )
 
 
@@ -164,22 +289,6 @@ def _is_same_reward(given: Any, stored: Any) -> bool:
 def _resume_command(file: str | None, name: str) -> str:
     """Returns the command that continues a run of this name."""
     return " ".join(["bapo run", *([file] if file else []), f"name={name}", "--resume"])
-
-
-def _stored_config(client: BufferClient) -> RunConfig:
-    """Returns the configuration that the run was started with.
-
-    Raises `BapoError` when there is no such run, or when it is finished.
-    """
-    try:
-        state = client.run_state()
-    except ServiceError as error:
-        raise BapoError(
-            f"there is no run {client.run!r} to resume; start it without --resume"
-        ) from error
-    if state.status == "finished":
-        raise BapoError(f"run {client.run!r} is finished; `bapo report {client.run}` shows it")
-    return state.config
 
 
 def _describe_scores(view: EvaluationSetView, *, named: bool) -> str:
