@@ -48,7 +48,7 @@ class ConfigChange(BaseModel):
 
     def describe(self) -> str:
         """Returns the keys with their old and new values."""
-        return ", ".join(f"{key} {self.old[key]} -> {value}" for key, value in self.new.items())
+        return ", ".join(f"{key} {self.old[key]} -> {self.new[key]}" for key in sorted(self.new))
 
 
 def values_at(

@@ -87,13 +87,20 @@ def _legend(name: str) -> str:
 
 
 def lines(
-    x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str = "", raw: bool = False
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    *,
+    y: str = "",
+    raw: bool = False,
+    marks: Sequence[float] = (),
 ) -> str:
     """Draws one line for each series, with gaps where values are NaN.
 
-    raw: draws the values faintly and their moving mean over them.
+    raw: draws the values faintly and their moving mean over them. marks: where dashed lines stand.
     """
     with chart(y=y) as drawn:
+        for mark in marks:
+            drawn.axes.axvline(mark, color=INK, linestyle=(0, (2, 3)), linewidth=1)
         for (name, values), colour in zip(series.items(), SERIES, strict=False):
             if raw:
                 drawn.axes.plot(x, values, color=colour, alpha=0.25, linewidth=0.8)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from bapo_core.types import Source
-from services.buffer.api.wire import EvaluationSetView
+from services.buffer.api.wire import EvaluationSetView, RecordedChange
 from services.report import charts
 from services.report.explanations import explain_run
 from services.report.scores import COLUMNS, INTERVALS, has_other_rewards, score_rows
@@ -101,6 +101,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
         *_notes(history),
         tiles(_headline(history, summary)),
         _sets_table(history.sets),
+        _changes_table(history.state.changes),
         f'<div class="charts">{"".join(_figures(history, summary))}</div>',
         "<details><summary>Configuration</summary><pre>",
         html.escape(yaml.safe_dump(history.config.model_dump(mode="json"), sort_keys=False)),
@@ -158,21 +159,46 @@ def _sets_table(sets: Sequence[EvaluationSetView]) -> str:
     last = score_rows([view.evaluations[-1] for view in measured])
     heads = ["set", "prompts", "n", "mean@n, base", *COLUMNS[3:]]
     rows = [[*row[:3], base[3], *row[3:]] for base, row in zip(first, last, strict=True)]
-    cells = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
     return (
         '<div class="charts"><figure class="wide scrolls"><h2>Evaluation sets</h2>'
         f"<figcaption>The last evaluation on each set. {html.escape(INTERVALS)} Bins: number of "
-        "prompts with 0, 1, ... n correct responses.</figcaption><table><thead><tr>"
-        f"{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{cells}</tbody>"
-        "</table></figure></div>"
+        "prompts with 0, 1, ... n correct responses."
+        f"</figcaption>{_table(heads, rows)}</figure></div>"
+    )
+
+
+def _changes_table(changes: Sequence[RecordedChange]) -> str:
+    """Returns the changes of the configuration, one row for each key; nothing without any."""
+    rows = [
+        (change.first_step, key, change.old[key], value, change.attempt, f"{change.at:%F %T} UTC")
+        for change in changes
+        for key, value in sorted(change.new.items())
+    ]
+    if not rows:
+        return ""
+    heads = ("from step", "key", "before", "after", "attempt", "when")
+    return (
+        '<div class="charts"><figure class="wide scrolls"><h2>Changes of the configuration</h2>'
+        "<figcaption>Keys that were changed while the run lasted, and the first step with the new "
+        "value, at which charts have a dashed line. The configuration below is the last one."
+        f"</figcaption>{_table(heads, rows)}</figure></div>"
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    cells = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        f"<table><thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>"
+        f"<tbody>{cells}</tbody></table>"
     )
 
 
 def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     steps, evaluations = history.steps, history.evaluations
     x = [step.step for step in steps]
+    marks = [change.first_step for change in history.state.changes]
     versions = [evaluation.version for evaluation in evaluations]
     first, last = versions[0], versions[-1]
 
@@ -197,13 +223,13 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         figure(
             "Reward",
             "Mean reward of each step's fresh rollouts, before any filter, and their accuracy.",
-            charts.lines(x, rewards, raw=True),
+            charts.lines(x, rewards, raw=True, marks=marks),
         ),
         figure(
             "Held-out accuracy",
             f"Mean accuracy on the evaluation set {evaluations[0].evaluation_set}, by policy "
             "version, and the mean reward if it is another number.",
-            charts.lines(versions, measured_values),
+            charts.lines(versions, measured_values, marks=marks),
         ),
         figure(
             "Accuracy bins over time",
@@ -245,7 +271,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         *_timeline(history.sync_windows, summary),
         *(
-            figure(title, text, charts.lines(x, {label: metric(name)}, raw=True))
+            figure(title, text, charts.lines(x, {label: metric(name)}, raw=True, marks=marks))
             for name, title, label, text in _STEP_METRICS
             if name in measured
         ),
@@ -253,7 +279,10 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
             "Staleness",
             "Training step minus the behaviour policy's version, over the groups of the batch.",
             charts.lines(
-                x, {"mean": metric("staleness_mean"), "max": metric("staleness_max")}, y="steps"
+                x,
+                {"mean": metric("staleness_mean"), "max": metric("staleness_max")},
+                y="steps",
+                marks=marks,
             ),
         ),
     ]

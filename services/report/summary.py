@@ -102,6 +102,10 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
         "algorithm": history.config.algorithm,
         "seed": history.config.seed,
         "steps": len(history.steps),
+        "changes": [
+            change.model_dump(mode="json", include={"first_step", "old", "new", "at"})
+            for change in history.state.changes
+        ],
         "rollouts": history.rollouts,
         "evaluation": {
             "initial": _evaluation(history.evaluations[0]),

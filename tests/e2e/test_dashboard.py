@@ -654,6 +654,39 @@ def test_the_page_of_a_stopped_run_says_who_stopped_it_and_why(
     expect(page.get_by_text(text)).to_be_visible()
 
 
+def test_changes_of_the_configuration_are_listed_and_marked_in_the_charts(
+    stack: Endpoints, page: Page
+) -> None:
+    run = ImprovingRun(stack, small_config("dashboard-changed"))
+    for step in (1, 2, 3, 4):
+        run.run_step(step)
+    run.client.record_checkpoint(4, "c" * 64)
+    visit(page, stack, "/runs/dashboard-changed")
+    table = page.get_by_role("region", name="Changes of the configuration")
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_have_attribute("aria-valuemax", "4")
+    expect(table).to_have_count(0)
+    run.client.change_config({"steps": 20, "optimizer.learning_rate": 1e-5}, by="alice")
+    run.client.begin_attempt()
+    run.run_step(5)
+    run.run_step(6)
+    rows = table.locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.nth(0)).to_contain_text("5optimizer.learning_rate0.0000010.00001")
+    expect(rows.nth(1)).to_contain_text("5steps1220")
+    expect(rows.nth(1)).to_contain_text("alice")
+    mark = reward.locator("line.mark")
+    expect(mark).to_have_count(1)
+    expect(mark.locator("title")).to_have_text(
+        "From step 5 on: optimizer.learning_rate 0.000001 → 0.00001, steps 12 → 20"
+    )
+    expect(page.locator(".run-head")).to_contain_text("6 / 20")
+    expect(page.locator("[aria-busy]")).to_have_count(0)
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
 def test_a_token_that_may_only_read(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     token = play.client.create_token("dashboard reader", "read").token
     visit(page, stack, "/runs/dashboard", token)
@@ -916,6 +949,7 @@ class Large:
             "test_datasets": {"test": "h"},
             "current_step": 10_000,
             "attempt": 12_345,
+            "changes": [],
             "created_at": "2025-01-01T00:00:00Z",
         }
 

@@ -51,6 +51,20 @@ export function drawLimit({ left, right, toY }, limit) {
   );
 }
 
+/** Dashed lines upright, each with its name as a tooltip; those outside of the plot are left out. */
+export function drawMarks({ top, lanesBottom, xDomain, toX }, marks) {
+  return s(
+    "g",
+    { "aria-hidden": "true" },
+    marks
+      .filter((mark) => mark.x >= xDomain[0] && mark.x <= xDomain[1])
+      .map((mark) => {
+        const x = round(toX(mark.x));
+        return s("line", { class: "mark", x1: x, x2: x, y1: top, y2: lanesBottom }, s("title", {}, mark.name));
+      }),
+  );
+}
+
 /** @param {import("./chart.js").Lane[]} lanes */
 export function drawLanes(layout, lanes) {
   return s(

@@ -5,7 +5,7 @@
 
 import { s, fill, h, uniqueId } from "../dom.js";
 import * as format from "../format.js";
-import { drawAxes, drawLanes, drawLimit } from "./axes.js";
+import { drawAxes, drawLanes, drawLimit, drawMarks } from "./axes.js";
 import { layoutOf } from "./layout.js";
 import { drawSeries, round, swatch } from "./marks.js";
 import { valueTable } from "./table.js";
@@ -35,6 +35,7 @@ import { valueTable } from "./table.js";
  * @property {[number, number]} [xDomain]
  * @property {Lane[]} [lanes]
  * @property {{value: number, name: string}} [limit] a dashed line across
+ * @property {{x: number, name: string}[]} [marks] dashed lines upright
  *
  * @typedef {object} Options
  * @property {string} title
@@ -140,6 +141,7 @@ class Chart {
       drawAxes(this.layout, options),
       ...data.series.map((series) => drawSeries(series, data, this.layout)),
       ...(data.limit ? [drawLimit(this.layout, data.limit)] : []),
+      drawMarks(this.layout, data.marks ?? []),
       drawLanes(this.layout, data.lanes ?? []),
       this.cursor,
     );

@@ -31,6 +31,7 @@ export function showOverview(visit) {
   const charts = makeCharts(visit);
   const facts = h("div");
   const scores = h("div");
+  const changes = h("div");
   const store = new Steps(name, signal);
   let steps = [];
   let sets = [];
@@ -46,13 +47,13 @@ export function showOverview(visit) {
   charts.part.element.querySelector(".chart-head").append(field("Part", partPicker));
   const figures = Object.values(charts).map(({ element }) => element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
-  fill(root, facts, scores, h("div", { class: "charts" }, figures));
+  fill(root, facts, scores, changes, h("div", { class: "charts" }, figures));
 
   const keepSteps = keeper(signal);
   visit.changed((run) =>
     keepSteps({
       load: () => store.load(run),
-      show: (loaded) => ((steps = loaded), drawSteps()),
+      show: (loaded) => ((steps = loaded), drawSteps(), drawChanges()),
       refuse: (problem) => fill(facts, refusal(problem)),
     }),
   );
@@ -67,11 +68,13 @@ export function showOverview(visit) {
 
   function drawSteps() {
     const x = steps.map((step) => step.step);
+    const marks = marksOf(visit.run);
     const valuesOf = (measure) => steps.map((step) => measure(step));
-    charts.reward.update({ x, series: smoothLine("reward", valuesOf(reward), "var(--blue)") });
+    charts.reward.update({ x, marks, series: smoothLine("reward", valuesOf(reward), "var(--blue)") });
     drawPart();
     charts.batch.update({
       x,
+      marks,
       series: Object.entries(SOURCES).map(([source, color]) => ({
         name: format.term(source),
         kind: "area",
@@ -83,6 +86,7 @@ export function showOverview(visit) {
     });
     charts.window.update({
       x,
+      marks,
       yDomain: [0, 1],
       series: [
         {
@@ -97,6 +101,7 @@ export function showOverview(visit) {
     });
     charts.entropy.update({
       x,
+      marks,
       series: smoothLine(
         "entropy",
         valuesOf((step) => metric(step, "entropy")),
@@ -105,18 +110,20 @@ export function showOverview(visit) {
     });
     charts.staleness.update({
       x,
+      marks,
       series: [
         { name: "mean", color: "var(--blue)", values: valuesOf((step) => metric(step, "staleness_mean")) },
         { name: "max", color: "var(--orange)", values: valuesOf((step) => metric(step, "staleness_max")) },
       ],
     });
-    charts.throughput.update({ x, series: smoothLine("generated", valuesOf(throughput), "var(--blue)") });
+    charts.throughput.update({ x, marks, series: smoothLine("generated", valuesOf(throughput), "var(--blue)") });
     const byPhase = valuesOf(phases);
     const named = [...new Set([...PHASES, ...byPhase.flatMap(Object.keys)])].filter((phase) =>
       byPhase.some((seconds) => phase in seconds),
     );
     charts.phases.update({
       x,
+      marks,
       series: named.map((phase, i) => ({
         name: phase,
         kind: "area",
@@ -152,6 +159,7 @@ export function showOverview(visit) {
     picker.parentElement.hidden = names.length === 0;
     charts.metric.update({
       x: steps.map((step) => step.step),
+      marks: marksOf(visit.run),
       series: smoothLine(
         metricName,
         steps.map((step) => metric(step, metricName)),
@@ -166,6 +174,7 @@ export function showOverview(visit) {
     const x = [...versions].sort((a, b) => a - b);
     charts.evaluation.update({
       x,
+      marks: marksOf(visit.run),
       series: [
         ["accuracy", "mean_accuracy", sets],
         ["reward", "mean_reward", sets.filter(hasOtherRewards)],
@@ -184,6 +193,10 @@ export function showOverview(visit) {
     const measured = sets.filter((set) => set.evaluations.length);
     fill(scores, measured.length ? scoreTable(measured) : null);
     drawFacts();
+  }
+
+  function drawChanges() {
+    fill(changes, visit.run.changes.length ? changeTable(visit.run.changes) : null);
   }
 
   function drawFacts() {
@@ -248,6 +261,36 @@ export function showOverview(visit) {
 /** Returns whether the mean reward of an evaluation is another number than its accuracy. */
 const hasOtherRewards = ({ evaluations }) =>
   evaluations.some((evaluation) => Math.abs(evaluation.mean_reward - evaluation.mean_accuracy) > 1e-6);
+
+/** Returns the steps at which the configuration was changed, with what was changed. */
+const marksOf = (run) =>
+  run.changes.map((change) => ({ x: change.first_step, name: changeText(change) }));
+
+const changeText = ({ first_step, old, new: values }) =>
+  `From step ${first_step} on: ${Object.keys(values)
+    .sort()
+    .map((key) => `${key} ${format.any(old[key])} → ${format.any(values[key])}`)
+    .join(", ")}`;
+
+/** Returns the changes of the configuration, one row for each key. */
+function changeTable(changes) {
+  const rows = changes.flatMap((change) =>
+    Object.keys(change.new).sort().map((key) => ({ ...change, key, before: change.old[key], after: change.new[key] })),
+  );
+  return table({
+    caption: "Changes of the configuration, which dashed lines in the charts mark",
+    rows,
+    columns: [
+      { title: "From step", number: true, cell: (row) => format.count(row.first_step) },
+      { title: "Key", cell: (row) => h("code", {}, row.key) },
+      { title: "Before", number: true, cell: (row) => format.any(row.before) },
+      { title: "After", number: true, cell: (row) => format.any(row.after) },
+      { title: "Attempt", number: true, cell: (row) => format.count(row.attempt) },
+      { title: "When", cell: (row) => format.time(row.at) },
+      { title: "By", cell: (row) => row.by },
+    ],
+  });
+}
 
 /** Returns the scores of the last evaluation on each set. */
 function scoreTable(sets) {

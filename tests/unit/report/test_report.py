@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from services.buffer.api.wire import RecordedChange
 from services.report import charts
 from services.report.html import write_report
 from services.report.summary import summarise
@@ -40,3 +42,35 @@ def test_a_metric_that_no_step_has_is_not_drawn(tmp_path: Path) -> None:
     assert "Share of the sampled responses that reached rollout.max_response_tokens" in page
     assert "Theorem 3.2" not in page
     assert "mismatch KL" not in page
+
+
+def test_changes_of_the_configuration_are_in_the_summary_and_the_report(tmp_path: Path) -> None:
+    history = result("run", 1, [0.0, 0.5, 0.5], 10).history
+    change = RecordedChange(
+        first_step=2,
+        old={"optimizer.learning_rate": 1e-4},
+        new={"optimizer.learning_rate": 1e-5},
+        attempt=3,
+        by="<alice>",
+        at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        digest="0" * 64,
+    )
+    counts = {"fresh": 8, "reevaluated": 0, "replayed": 0}
+    steps = [step.model_copy(update={"counts": counts}) for step in history.steps]
+    history = replace(history, steps=steps)
+    pages = []
+    for changes in ([], [change]):
+        state = history.state.model_copy(update={"changes": changes})
+        changed = replace(history, state=state)
+        summary = summarise(changed)
+        assert [each["first_step"] for each in summary["changes"]] == [2] * len(changes)
+        write_report(changed, summary, tmp_path / "report.html")
+        pages.append((tmp_path / "report.html").read_text())
+    assert "Changes of the configuration" not in pages[0]
+    row = "".join(
+        f"<td>{cell}</td>"
+        for cell in (2, "optimizer.learning_rate", 0.0001, 1e-05, 3, "2026-01-02 03:04:05 UTC")
+    )
+    assert row in pages[1]
+    dashed = [page.count("stroke-dasharray") for page in pages]
+    assert dashed[1] > dashed[0], "charts mark the step"
