@@ -67,7 +67,7 @@ def _open_evaluations(run: Run) -> list[wire.RolloutProgress]:
     due = [
         (version, name)
         for version in range(1, run.current_step + 2)
-        for name in run.config.evaluation_sets_at(version)
+        for name in run.config_at(version).evaluation_sets_at(version)
         if (version, name) not in measured
     ]
     return [
