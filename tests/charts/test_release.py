@@ -266,6 +266,18 @@ def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> No
     assert checksums({"kueue.queue": "another"}) == before
 
 
+def test_a_collector_restarts_where_replicas_get_other_addresses() -> None:
+    """It calls a replica at no address but those that it read at its start."""
+
+    def checksum(case: Case) -> str:
+        collector = one(render(case), "Deployment", "bapo-collector")
+        found: str = pod_of(collector)["metadata"]["annotations"]["checksum/config"]
+        return found
+
+    two_nodes = {"rollout.nodes": 2, "rollout.pipelineParallelSize": 2}
+    assert checksum(Case(("dev",), two_nodes)) != checksum(Case(("dev",)))
+
+
 # ---- rights --------------------------------------------------------------------------------------
 
 
