@@ -69,7 +69,7 @@ ARCHIVES = {
     archive.name: archive
     for archive in (
         Archive("core"),
-        Archive("base"),
+        Archive("base", pieces=2),
         Archive("flash4", pieces=2),
         Archive("vllm", 3, VLLM_ENVIRONMENT, "constraints-vllm.txt"),
     )

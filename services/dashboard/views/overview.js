@@ -172,24 +172,26 @@ export function showOverview(visit) {
     // Sets may be evaluated at different versions.
     const versions = new Set(sets.flatMap((set) => set.evaluations.map(({ version }) => version)));
     const x = [...versions].sort((a, b) => a - b);
-    charts.evaluation.update({
-      x,
-      marks: marksOf(visit.run),
-      series: [
-        ["accuracy", "mean_accuracy", sets],
-        ["reward", "mean_reward", sets.filter(hasOtherRewards)],
-      ].flatMap(([label, key, measured], kind) =>
-        measured.map((set) => {
+    const rewarded = sets.filter(hasOtherRewards);
+    charts.heldOutReward.element.hidden = !rewarded.length;
+    for (const [drawn, label, key, measured] of [
+      [charts.evaluation, "accuracy", "mean_accuracy", sets],
+      [charts.heldOutReward, "reward", "mean_reward", rewarded],
+    ]) {
+      drawn.update({
+        x,
+        marks: marksOf(visit.run),
+        series: measured.map((set) => {
           const byVersion = new Map(set.evaluations.map((evaluation) => [evaluation.version, evaluation]));
           return {
-            name: sets.length === 1 ? label : kind === 0 ? set.name : `${set.name}, ${label}`,
-            color: series(sets.indexOf(set) + kind * sets.length),
+            name: sets.length === 1 ? label : set.name,
+            color: series(sets.indexOf(set)),
             joined: true,
             values: x.map((version) => byVersion.get(version)?.[key] ?? null),
           };
         }),
-      ),
-    });
+      });
+    }
     const measured = sets.filter((set) => set.evaluations.length);
     fill(scores, measured.length ? scoreTable(measured) : null);
     drawFacts();
@@ -403,8 +405,16 @@ function makeCharts({ name }) {
     }),
     evaluation: chart({
       title: "Held-out evaluation",
-      note: "Mean accuracy on the held-out prompts of each evaluation set, and the mean reward if it is another number.",
+      note: "Mean accuracy on the held-out prompts of each evaluation set.",
       y: "accuracy",
+      x: "version",
+      format: format.score,
+      empty: "No evaluation yet.",
+    }),
+    heldOutReward: chart({
+      title: "Held-out reward",
+      note: "Mean reward on the held-out prompts of each evaluation set, which is another number than the accuracy.",
+      y: "reward",
       x: "version",
       format: format.score,
       empty: "No evaluation yet.",
