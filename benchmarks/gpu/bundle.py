@@ -71,7 +71,7 @@ ARCHIVES = {
         Archive("core"),
         Archive("base", pieces=2),
         Archive("flash4", pieces=2),
-        Archive("vllm", 3, VLLM_ENVIRONMENT, "constraints-vllm.txt"),
+        Archive("vllm", 4, VLLM_ENVIRONMENT, "constraints-vllm.txt"),
     )
 }
 
