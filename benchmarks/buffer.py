@@ -396,6 +396,7 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         pa.array([[]] * rows, SCHEMA.field("repeated").type),
         pa.array(["ok"] * rows),
         pa.array(["x"] * rows),
+        pa.array([None] * rows, pa.string()),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -91,6 +91,8 @@ def write_wandb(
             time.sleep(POLL_INTERVAL_S)
     finally:
         run.finish(exit_code=1 if state.status == "failed" else 0)
+        # The process that writes goes on after `finish`.
+        wandb.teardown()
     # Offline there is no address, and W&B warns about the question.
     where = f"{directory}; `wandb sync` sends them" if run.offline else f"{run.url}"
     log(f"{written} points are in {where}")

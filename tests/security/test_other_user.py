@@ -45,6 +45,8 @@ def ports(stack: Endpoints) -> dict[str, int]:
     """Returns the ports of the stack's object store, by the name of their option."""
     endpoint = stack.s3_endpoint.rpartition(":")[2]
     for process in psutil.Process().children():
+        if process.status() == psutil.STATUS_ZOMBIE:
+            continue  # Another test's process, which nobody has waited for yet.
         arguments = dict(
             argument.removeprefix("-").split("=", 1)
             for argument in process.cmdline()

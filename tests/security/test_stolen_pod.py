@@ -51,6 +51,8 @@ PERMITTED: dict[str, set[str]] = {
     "POST /v1/datasets/{dataset}": {"run", "pipeline"},
     "PUT /v1/images/{digest}": {"run", "pipeline"},
     "PUT /v1/configs/{name}": {"run"},
+    "PUT /v1/reward-files/{digest}": {"run"},
+    "GET /v1/reward-files/{digest}": {*READERS, "collector"},
     f"DELETE {RUN}": {"run"},
     f"PATCH {RUN}": {"run", "collector", "pipeline"},
     f"POST {RUN}/attempts": {"run", "trainer"},

@@ -114,7 +114,8 @@ class OddTask:
         elif response == "recursion":
             return self.verify(payload, response)
         elif response == "closed socket":
-            os.closerange(3, 100)
+            # Its number may be any: it is the one in the process of the tests.
+            os.closerange(3, 1 << 16)
         return Verdict(self.reward, VerdictStatus.OK, f"{payload['n']}")
 
 
