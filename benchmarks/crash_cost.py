@@ -37,7 +37,6 @@ from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceUnavailable
 from services.common.process import EXIT_RETRYABLE
 from services.model.resolve import TINY_MODEL
-from services.stack.supervisor import free_ports
 from tests.integration.support.breakable import PROCESSES, Breakable, breakable_stack
 from tests.integration.support.driver import create_run
 
@@ -142,7 +141,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
+        for replica, port in zip(REPLICAS, stack.reserve_ports(len(REPLICAS)), strict=True):
             variables = {
                 "BAPO_REPLICA": replica,
                 "BAPO_PORT": str(port),

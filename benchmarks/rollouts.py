@@ -56,7 +56,7 @@ from services.rollout.collector import CONCURRENT_JOBS, Collector
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.stack.stack import Endpoints, running_stack
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 from services.trainer.export import as_saved, model_files, write_files
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks
@@ -202,7 +202,7 @@ def running(
     scratch = home / name
     scratch.mkdir()
     with Supervisor(home / "logs" / name) as supervisor:
-        for number, port in enumerate(free_ports(replicas)):
+        for number, port in enumerate(supervisor.reserve_ports(replicas)):
             environment = {
                 **stack.environment(),
                 **threads,

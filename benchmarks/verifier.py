@@ -30,7 +30,7 @@ from bapo_core.tasks import Payload, get_task
 from bapo_core.tasks.countdown import random_expression
 from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
-from services.stack.supervisor import free_ports
+from services.stack.supervisor import reserve_ports
 
 GROUP_SIZE = 8
 CORES = os.cpu_count() or 1
@@ -106,7 +106,12 @@ def measure_bare(task: str, batch: int, batches: int) -> float:
 @contextmanager
 def verifier() -> Iterator[httpx.Client]:
     """Runs the service in a process of its own, with one worker per core; yields a client."""
-    (port,) = free_ports(1)
+    with reserve_ports(1) as (port,), _serving(port) as client:
+        yield client
+
+
+@contextmanager
+def _serving(port: int) -> Iterator[httpx.Client]:
     token = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-m", "services.verifier.app"],

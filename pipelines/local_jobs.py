@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pipelines.pytorchjob import build_pytorchjob
 from pipelines.training_job import RUN_LABEL, SPEC_HASH_LABEL, TrainingJob
 from services.common.files import write_private
 from services.common.process import ChildProcess, python_command, stop_on_signals
-from services.stack.supervisor import free_ports
+from services.stack.supervisor import reserve_ports
 
 POLL_INTERVAL_S = 0.2
 STOP_WITHIN_S = 20.0
@@ -184,9 +185,11 @@ def _run_workers(job: Mapping[str, Any], directory: Path) -> WorkerExit:
     """
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     container = worker["template"]["spec"]["containers"][0]
-    injected = injected_variables(job, f"127.0.0.1:{free_ports(1)[0]}")
     processes: list[ChildProcess] = []
-    try:
+    with ExitStack() as cleanup:
+        (port,) = cleanup.enter_context(reserve_ports(1))
+        cleanup.callback(_stop_workers, processes)
+        injected = injected_variables(job, f"127.0.0.1:{port}")
         for number in range(worker["replicas"]):
             processes.append(
                 ChildProcess(
@@ -205,8 +208,6 @@ def _run_workers(job: Mapping[str, Any], directory: Path) -> WorkerExit:
                 reason = f"worker-{number} exited with {code}: {process.last_error()}"
                 return WorkerExit(code, reason)
             time.sleep(POLL_INTERVAL_S)
-    finally:
-        _stop_workers(processes)
 
 
 def injected_variables(job: Mapping[str, Any], endpoint: str) -> dict[str, str]:

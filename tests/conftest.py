@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from services.stack.stack import Endpoints, running_stack
+from services.stack.supervisor import reserve_ports
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -67,6 +68,13 @@ def _fail_skips_in_ci(report: Any) -> Any:
         report.outcome = "failed"
         report.longrepr = f"tests must not skip when CI is set: {reason}"
     return report
+
+
+@pytest.fixture
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 on which nothing listens, unless the test does."""
+    with reserve_ports(1) as (port,):
+        yield port
 
 
 @pytest.fixture(scope="session")

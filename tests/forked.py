@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from services.stack.supervisor import free_ports
+from services.stack.supervisor import reserve_ports
 
 PRELOADED = [
     "services.rollout.transformers_engine",
@@ -36,8 +36,8 @@ def run_ranks(processes: int, function: Callable[..., None], *arguments: Any) ->
 
     Raises what the first rank that fails raises, after the end of the others.
     """
-    (port,) = free_ports(1)
-    _start(_call_as_rank, (processes, port, function, arguments), processes)
+    with reserve_ports(1) as (port,):
+        _start(_call_as_rank, (processes, port, function, arguments), processes)
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> None:

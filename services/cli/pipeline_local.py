@@ -32,7 +32,7 @@ from services.cli.service import client_of, format_addresses
 from services.common.process import end_with_parent, python_command
 from services.common.scopes import Scope
 from services.stack.stack import Endpoints, find_or_start_stack
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 
 RELEASE = "bapo"
 STOP_ROLLOUTS_WITHIN_S = 40.0
@@ -123,8 +123,8 @@ def rollouts(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     names = [f"rollout-{number}" for number in range(rollout.replicas)]
-    ports = free_ports(len(names) + 1)
     with Supervisor(home / "logs") as supervisor:
+        ports = supervisor.reserve_ports(len(names) + 1)
 
         def start(
             name: str, module: str, port: int, scope: Scope, variables: Mapping[str, str]

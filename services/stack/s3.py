@@ -60,7 +60,7 @@ def start_s3(
     tokens.
 
     directory: where the objects are kept.
-    ports: `PORTS` free ports.
+    ports: `PORTS` ports that the supervisor has reserved.
     reclaim_every_s: seconds between two looks for space to free.
 
     Raises `BapoError` when SeaweedFS is not installed.

@@ -42,7 +42,7 @@ from services.common.process import (
 from services.common.settings import ObjectStoreSettings
 from services.stack import DEFAULT_PORT, s3
 from services.stack.postgres import start_postgres
-from services.stack.supervisor import Supervisor, bind_port, free_ports
+from services.stack.supervisor import Supervisor, bind_port
 
 READY_WITHIN_S = 60.0
 """Seconds within which one process of the stack must become ready."""
@@ -127,7 +127,7 @@ class Stack:
     ) -> Endpoints:
         """Starts all processes; the buffer service and the verifier serve these sockets."""
         buffer_port, verifier_port = (bound.getsockname()[1] for bound in (buffer, verifier))
-        s3_ports = free_ports(s3.PORTS)
+        s3_ports = self._supervisor.reserve_ports(s3.PORTS)
         object_store = s3.start_s3(self._supervisor, self._home / "s3", s3_ports)
         database_url = start_postgres(self._supervisor, self._home / "postgres", sockets)
         endpoints = Endpoints(

@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class Supervisor:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._children: list[_Child] = []
+        self._ports = ExitStack()
         logs.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Supervisor:
@@ -47,6 +49,11 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._ports.close()
+
+    def reserve_ports(self, count: int) -> list[int]:
+        """Returns ports for the children, which stay reserved until the supervisor's exit."""
+        return self._ports.enter_context(reserve_ports(count))
 
     def start(
         self,
@@ -162,16 +169,22 @@ def _reason(child: _Child, code: int) -> str:
     return child.process.last_error()
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns different ports of 127.0.0.1 that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
+@contextmanager
+def reserve_ports(count: int) -> Iterator[list[int]]:
+    """Yields different ports of 127.0.0.1 that the kernel gives to nobody else before the exit.
+
+    The kernel chooses neither a port for a client's connection nor a free port (port 0) where a
+    socket is bound. A program that names the port and sets SO_REUSEADDR, as Go, asyncio and
+    PyTorch do, can still listen on it, because these sockets do not listen.
+    """
+    with ExitStack() as sockets:
+        ports = []
+        for _ in range(count):
+            bound = sockets.enter_context(socket.socket())
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("127.0.0.1", 0))
+            ports.append(bound.getsockname()[1])
+        yield ports
 
 
 def bind_port(port: int = 0, option: str = "") -> socket.socket:

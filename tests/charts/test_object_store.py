@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 from tests.charts.helm import Object, container_of, one
 
 DIGEST = hashlib.sha256(b"ready").hexdigest()
@@ -33,25 +33,24 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
     identities.write_bytes(base64.b64decode(secret["identities.json"]))
     original = container_of(dev, "StatefulSet", "bapo-s3")["command"]
     paths = {"/identities/identities.json": str(identities), "/data": str(data)}
-    ports = free_ports(2 * len(SERVERS))
     command = [_replace_paths(argument, paths) for argument in original]
-    # The last one of repeated flags applies.
-    for server, port, grpc in zip(SERVERS, ports[:4], ports[4:], strict=True):
-        command += [f"-{server}.port={port}", f"-{server}.port.grpc={grpc}"]
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert weed is not None
     keys = {
         key: base64.b64decode(value).decode()
         for key, value in one(dev, "Secret", "bapo-s3")["data"].items()
     }
-    endpoint = f"http://127.0.0.1:{ports[3]}"
-    settings = ObjectStoreSettings(
-        endpoint=endpoint,
-        bucket="bapo",
-        access_key=SecretStr(keys["BAPO_S3_ACCESS_KEY"]),
-        secret_key=SecretStr(keys["BAPO_S3_SECRET_KEY"]),
-    )
     with Supervisor(tmp_path / "logs") as supervisor:
+        ports = supervisor.reserve_ports(2 * len(SERVERS))
+        # The last one of repeated flags applies.
+        for server, port, grpc in zip(SERVERS, ports[:4], ports[4:], strict=True):
+            command += [f"-{server}.port={port}", f"-{server}.port.grpc={grpc}"]
+        settings = ObjectStoreSettings(
+            endpoint=f"http://127.0.0.1:{ports[3]}",
+            bucket="bapo",
+            access_key=SecretStr(keys["BAPO_S3_ACCESS_KEY"]),
+            secret_key=SecretStr(keys["BAPO_S3_SECRET_KEY"]),
+        )
         supervisor.start("s3", [weed, *command[1:]], stop_signal=signal.SIGKILL)
         supervisor.wait_until(lambda: _usable(settings), "the object store", seconds=60)
         yield settings

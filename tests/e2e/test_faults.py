@@ -24,7 +24,6 @@ from bapo_core.config import RunConfig, config_from
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceCallError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.stack.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
 from tests.integration.support.breakable import Breakable, breakable_stack
 from tests.integration.support.driver import create_run
@@ -67,7 +66,7 @@ class Cluster:
             "HF_HUB_OFFLINE": "1",
             **self._fake_clock(scratch / f"{name}.clock"),
         }
-        for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
+        for replica, port in zip(REPLICAS, breakable.reserve_ports(len(REPLICAS)), strict=True):
             variables = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
             variables["BAPO_SCRATCH"] = str(scratch / name / replica)
             breakable.start_python(replica, "services.rollout.server", {**environment, **variables})

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +31,7 @@ from services.rollout.vllm import worker
 from services.rollout.vllm.server import VllmOptions, VllmServer
 from services.stack import postgres, s3
 from services.stack.stack import Endpoints, find_stack, running_stack, stack_up
-from services.stack.supervisor import Supervisor, bind_port, free_ports
+from services.stack.supervisor import Supervisor, bind_port
 from tests.security.neighbour import as_other_user, other_user
 
 SECRET = b"weights of alice"
@@ -186,14 +186,15 @@ def test_an_object_store_says_nothing_to_sockets_that_another_user_has_put_into_
     tmp_path: Path,
 ) -> None:
     """SeaweedFS connects to sockets of predictable names before it connects to its own ports."""
-    ports = free_ports(s3.PORTS)
     directory = tmp_path / "s3"
     heard: list[bytes] = []
-    paths = [
-        s3.SOCKETS / f"seaweedfs-{part}-grpc-{port}.sock"
-        for part, port in zip(("master", "volume", "filer", "s3"), ports[1::2], strict=True)
-    ]
-    with squatting(paths, heard), Supervisor(tmp_path / "logs") as supervisor:
+    with Supervisor(tmp_path / "logs") as supervisor, ExitStack() as squatters:
+        ports = supervisor.reserve_ports(s3.PORTS)
+        paths = [
+            s3.SOCKETS / f"seaweedfs-{part}-grpc-{port}.sock"
+            for part, port in zip(("master", "volume", "filer", "s3"), ports[1::2], strict=True)
+        ]
+        squatters.enter_context(squatting(paths, heard))
         settings = s3.start_s3(supervisor, directory, ports)
         store = ObjectStore(settings, retries=0)
         # It cannot start, or it starts by TCP: either way it tells the squatter nothing.
@@ -245,13 +246,12 @@ def squatting(paths: Sequence[Path], heard: list[bytes]) -> Iterator[None]:
 
 
 def test_an_object_store_that_has_ended_leaves_no_socket(tmp_path: Path) -> None:
-    ports = free_ports(s3.PORTS)
-
     def sockets() -> list[str]:
         names = (path.name for path in s3.SOCKETS.glob("seaweedfs-*"))
         return [name for name in names if any(f"-{port}.sock" in name for port in ports)]
 
     with Supervisor(tmp_path / "logs") as supervisor:
+        ports = supervisor.reserve_ports(s3.PORTS)
         s3.await_s3(supervisor, s3.start_s3(supervisor, tmp_path / "s3", ports))
         s3.remove_dead_sockets()
         assert sockets(), "those of servers that run stay"

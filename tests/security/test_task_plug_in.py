@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from services.stack.stack import Endpoints
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 
 SECRETS = {
     "BAPO_S3_SECRET_KEY": "secret-of-the-object-store",
@@ -77,17 +77,18 @@ def serving(directory: Path, environment: dict[str, str]) -> Iterator[httpx.Clie
     (packages / "hostile.py").write_text(HOSTILE_TASK)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hostile\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[bapo.tasks]\nhostile = hostile:HostileTask\n")
-    (port,) = free_ports(1)
     variables = {
         "BAPO_TOKEN": TOKEN,
-        "BAPO_PORT": str(port),
         "BAPO_VERIFIER_WORKERS": "1",
         "PYTHONPATH": os.pathsep.join([str(packages), *(path or os.getcwd() for path in sys.path)]),
         **environment,
     }
-    url = f"http://127.0.0.1:{port}"
     with Supervisor(directory / "logs") as supervisor:
-        supervisor.start_python("verifier", "services.verifier.app", variables)
+        (port,) = supervisor.reserve_ports(1)
+        url = f"http://127.0.0.1:{port}"
+        supervisor.start_python(
+            "verifier", "services.verifier.app", {**variables, "BAPO_PORT": str(port)}
+        )
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with httpx.Client(base_url=url, headers=headers, timeout=60) as client:
             supervisor.wait_until(lambda: is_ready(client), url, seconds=60)

@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousS
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from services.common.process import EXIT_RETRYABLE
-from services.stack.supervisor import free_ports
 from services.trainer import ranks as module
 from services.trainer.ranks import init_distributed
 from tests.forked import run_ranks
@@ -57,8 +56,7 @@ def connect(port: int, launcher: subprocess.Popen[str]) -> TCPStore:
             time.sleep(0.1)
 
 
-def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
+def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path, reserved_port: int) -> None:
     mark = tmp_path / "PWNED"
     launcher = subprocess.Popen(
         [sys.executable, "-m", "services.trainer.launch", "--nproc-per-node", "1"],
@@ -71,12 +69,12 @@ def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path) -> None:
             "PET_NNODES": "2:2",
             "PET_RDZV_BACKEND": "c10d",
             "PET_RDZV_ID": "job",
-            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{reserved_port}",
             "PET_RDZV_CONF": "join_timeout=60,is_host=true",
         },
     )
     try:
-        store = connect(port, launcher)
+        store = connect(reserved_port, launcher)
         state = b64encode(pickle.dumps(hidden(mark))).decode()
         while launcher.poll() is None:  # The launcher writes its own state as well.
             try:

@@ -26,7 +26,6 @@ from services.common.objectstore import ObjectStore
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun, mirror_to_mlflow, update_mlflow
 from services.stack.stack import Endpoints, running_stack
-from services.stack.supervisor import free_ports
 from tests.integration.support.driver import Driver, small_config
 
 Ask = Callable[..., str]
@@ -227,6 +226,7 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
     ask: Ask,
     driver: Driver,
     tmp_path: Path,
+    reserved_port: int,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -260,7 +260,7 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
     assert run.info.status == "FAILED"
     assert [m.step for m in mlflow.get_metric_history(run.info.run_id, "reward")] == [1]
     unreachable = other.config.model_copy(
-        update={"mlflow": MlflowConfig(tracking_uri=f"http://127.0.0.1:{free_ports(1)[0]}")}
+        update={"mlflow": MlflowConfig(tracking_uri=f"http://127.0.0.1:{reserved_port}")}
     )
     update_mlflow(unreachable, other.client)
     assert "`bapo metrics mirrored --mlflow` writes what is missing" in caplog.text

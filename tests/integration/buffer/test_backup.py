@@ -17,7 +17,7 @@ from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.postgres import find_binaries
 from services.stack.stack import Endpoints
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 from tests.integration.support.driver import Driver, small_config
 
 QUESTIONS = (
@@ -34,7 +34,9 @@ QUESTIONS = (
 )
 
 
-def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Path) -> None:
+def test_a_restored_backup_gives_the_same_answers(
+    stack: Endpoints, tmp_path: Path, reserved_port: int
+) -> None:
     driver = Driver(stack, small_config("kept"))
     for step in range(1, 5):
         driver.run_step(step)
@@ -67,7 +69,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
     restored = dataclasses.replace(
         stack,
         database_url=stack.database_url.replace("/postgres?", "/restored?"),
-        buffer_url=f"http://127.0.0.1:{free_ports(1)[0]}",
+        buffer_url=f"http://127.0.0.1:{reserved_port}",
         token="a token that was rotated",
     )
     environment = {

@@ -11,13 +11,13 @@ import pytest
 
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.s3 import PORTS, VOLUMES, await_s3, find_weed, start_s3
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 
 
 def test_it_has_volumes_on_a_small_disk_and_reports_to_nobody(tmp_path: Path) -> None:
     """As many volumes as fit on 2.5 GB, four, cannot serve two buckets of seven volumes each."""
-    ports = free_ports(PORTS)
     with Supervisor(tmp_path / "logs") as supervisor:
+        ports = supervisor.reserve_ports(PORTS)
         await_s3(supervisor, start_s3(supervisor, tmp_path / "s3", ports))
         status = ask_shell("volume.list", ports, tmp_path / "s3")
         log = (tmp_path / "logs" / "s3.log").read_text()
@@ -26,8 +26,8 @@ def test_it_has_volumes_on_a_small_disk_and_reports_to_nobody(tmp_path: Path) ->
 
 
 def test_the_space_of_deleted_objects_is_freed(tmp_path: Path) -> None:
-    ports = free_ports(PORTS)
     with Supervisor(tmp_path / "logs") as supervisor:
+        ports = supervisor.reserve_ports(PORTS)
         settings = start_s3(supervisor, tmp_path / "s3", ports, reclaim_every_s=0.2)
         await_s3(supervisor, settings)
         store = ObjectStore(settings)
@@ -45,7 +45,7 @@ def test_a_bucket_that_was_deleted_stays_away_and_every_access_says_so(tmp_path:
     """SeaweedFS would make it anew with the next write, empty, so that a run trained on without its
     checkpoints and initial model."""
     with Supervisor(tmp_path / "logs") as supervisor:
-        settings = start_s3(supervisor, tmp_path / "s3", free_ports(PORTS))
+        settings = start_s3(supervisor, tmp_path / "s3", supervisor.reserve_ports(PORTS))
         await_s3(supervisor, settings)
         store = ObjectStore(settings)
         store.put("runs/kept", b"bytes")

@@ -11,9 +11,8 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from services.rollout.vllm import nodes as nodes_module
 from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.nodes import SharedWeightCache, WorkerNodes
 from services.stack.stack import Endpoints
+from services.stack.supervisor import reserve_ports
 from tests.integration.rollout.test_vllm import save_model
 from tests.integration.support import fake_vllm
 from tests.integration.support.driver import small_config
@@ -64,8 +64,8 @@ class Nodes:
     stack: Endpoints
     home: Path
     python: Path
+    ports: Mapping[int, int]
     processes: dict[int, ChildProcess] = field(default_factory=dict)
-    ports: dict[int, int] = field(default_factory=dict)
     published: int = 0
 
     @property
@@ -74,7 +74,6 @@ class Nodes:
 
     def start(self, rank: int) -> None:
         """Starts a worker node."""
-        self.ports.setdefault(rank, free_port())
         process = ChildProcess(
             python_command("services.rollout.worker_node"),
             environment={
@@ -167,21 +166,16 @@ class Nodes:
             process.stop()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def running(
     stack: Endpoints, python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nodes]:
-    nodes = Nodes(stack, tmp_path_factory.mktemp("nodes"), python)
-    for rank in (1, 2):
-        nodes.start(rank)
-    yield nodes
-    nodes.stop()
+    with reserve_ports(2) as ports:
+        nodes = Nodes(stack, tmp_path_factory.mktemp("nodes"), python, dict(enumerate(ports, 1)))
+        for rank in nodes.ports:
+            nodes.start(rank)
+        yield nodes
+        nodes.stop()
 
 
 @pytest.fixture

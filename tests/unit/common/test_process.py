@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -25,11 +26,13 @@ from services.common.process import (
     python_command,
     run_until_error,
 )
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor
 from services.trainer.launch import name_host
 from services.trainer.update import NonFiniteLoss
 
 ROOT = Path(__file__).parents[3]
+IP_LOCAL_PORT_RANGE = 51
+"""Linux's option (6.3 and newer) for the ports that the kernel may choose for a socket."""
 
 
 @pytest.mark.parametrize(
@@ -80,9 +83,11 @@ def test_the_launcher_ends_as_the_first_process_that_failed() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["reachable", "nowhere"])
-def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) -> None:
+def test_workers_that_do_not_find_each_other_are_started_again(
+    endpoint: str, reserved_port: int
+) -> None:
     """The rendezvous fails when a node is missing, or when the node that hosts it was evicted."""
-    (port,) = free_ports(1) if endpoint == "reachable" else (1,)
+    port = reserved_port if endpoint == "reachable" else 1
     done = subprocess.run(
         [sys.executable, "-m", "services.trainer.launch", "--nproc-per-node", "1"],
         cwd=ROOT,
@@ -320,3 +325,32 @@ def test_the_log_of_an_earlier_child_is_kept(tmp_path: Path) -> None:
                 time.sleep(0.01)
     assert (tmp_path / "child.log").read_text() == "second\n"
     assert (tmp_path / "child.previous.log").read_text() == "first\n"
+
+
+# ---- ports --------------------------------------------------------------------------------------
+
+
+def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(reserved_port: int) -> None:
+    """A port that was merely free a moment ago went to some client before SeaweedFS listened."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        for connects in (False, True):
+            for reuses in (False, True):
+                with socket.socket() as other:
+                    only = reserved_port | reserved_port << 16
+                    other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", only))
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+                    call, address = (
+                        (other.connect, server.getsockname())
+                        if connects
+                        else (other.bind, ("127.0.0.1", 0))
+                    )
+                    with pytest.raises(OSError, match=r"in use|Cannot assign"):
+                        call(address)
+    with socket.socket() as named:
+        named.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        named.bind(("127.0.0.1", reserved_port))
+        named.listen()
+        with socket.create_connection(("127.0.0.1", reserved_port)):
+            pass

@@ -21,7 +21,6 @@ from fastapi import FastAPI
 
 from bapo_core.errors import ConfigError
 from services.common.errors import ServiceError
-from services.stack.supervisor import free_ports
 from services.verifier.api import client as client_module
 from services.verifier.api.client import VerifierClient
 from services.verifier.api.wire import (
@@ -236,21 +235,22 @@ def test_while_draining_new_requests_are_refused(odd_task: None) -> None:
         assert statuses == ["timeout", "ok"]
 
 
-def test_sigterm_finishes_requests_in_progress_and_exits(odd_task: None) -> None:
-    (port,) = free_ports(1)
+def test_sigterm_finishes_requests_in_progress_and_exits(
+    odd_task: None, reserved_port: int
+) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "BAPO_TOKEN": TOKEN,
-        "BAPO_PORT": str(port),
+        "BAPO_PORT": str(reserved_port),
         "BAPO_VERIFIER_WORKERS": "1",
         "BAPO_VERIFIER_DEADLINE_S": "2",
     }
     process = subprocess.Popen([sys.executable, "-m", "services.verifier.app"], env=environment)
     work = {"task": "odd", "items": [{"payload": {"n": 1}, "responses": ["hang", "a"]}]}
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    url, headers = f"http://127.0.0.1:{reserved_port}", {"Authorization": f"Bearer {TOKEN}"}
     with (
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=300) as client,
+        httpx.Client(base_url=url, headers=headers, timeout=300) as client,
         ThreadPoolExecutor(1) as threads,
     ):
         try:
