@@ -25,9 +25,9 @@ from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import PromptItem
 from services.cli.service import data_sources
-from services.datasets import load_datasets
+from services.datasets import load_datasets, tokenize_prompt
 from services.datasets.images import image_digests
-from services.model.conversation import load_tokenizer, tokenize_conversation
+from services.model.conversation import load_tokenizer
 from services.model.vision import OpenImage, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.server import make_driver
@@ -148,8 +148,8 @@ async def _generate(
         group_size=rollout.group_size,
         prompts=[
             PromptRequest(
-                prompt_token_ids=tokenize_conversation(
-                    tokenizer, task.render(prompt.payload), vision, rollout.prompt_date
+                prompt_token_ids=tokenize_prompt(
+                    task, prompt, tokenizer, vision, rollout.prompt_date
                 ),
                 images=image_digests(prompt.payload),
                 seed=derive_seed(config.seed, "doctor", prompt.uid),

@@ -29,9 +29,9 @@ from services.cli.console import plain_console
 from services.cli.reward_files import read_reward_file
 from services.cli.service import data_sources
 from services.common.images import decode_image
-from services.datasets import Dataset, load_datasets, load_evaluation_sets
+from services.datasets import Dataset, load_datasets, load_evaluation_sets, tokenize_prompt
 from services.datasets.images import image_digests
-from services.model.conversation import decode_response, load_tokenizer, tokenize_conversation
+from services.model.conversation import decode_response, load_tokenizer
 from services.model.limits import ModelLimits
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
@@ -160,8 +160,8 @@ def _evaluate_set(
     limits.check_length(config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     requests = [
         PromptRequest(
-            prompt_token_ids=tokenize_conversation(
-                tokenizer, task.render(prompt.payload), vision, config.rollout.prompt_date
+            prompt_token_ids=tokenize_prompt(
+                task, prompt, tokenizer, vision, config.rollout.prompt_date
             ),
             images=image_digests(prompt.payload),
             seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),

@@ -24,14 +24,14 @@ def describe_error(error: BaseException) -> str:
 
 
 @contextmanager
-def task_errors(task: str, method: str) -> Iterator[None]:
+def task_errors(task: str, method: str, *, refusal: type[Exception] = BapoError) -> Iterator[None]:
     """Turns what a task's method raises by mistake into a `BapoError` that names both.
 
-    `BapoError` passes, and so does `ValueError`, with which a task refuses a row.
+    refusal: what the method raises on purpose, which passes as `BapoError` does.
     """
     try:
         yield
-    except (BapoError, ValueError):
+    except (BapoError, refusal):
         raise
     except Exception as error:
         raise BapoError(f"task {task}: {method} raised {describe_error(error)}") from error

@@ -5,7 +5,7 @@ An address of a data set is a local file, `hf://organisation/name[@revision][:sp
 """
 
 from services.datasets.dataset import Dataset, digest_of_prompts
-from services.datasets.lengths import limit_lengths
+from services.datasets.lengths import limit_lengths, tokenize_prompt
 from services.datasets.load import (
     RunDatasets,
     load_datasets,
@@ -39,4 +39,5 @@ __all__ = [
     "prepare_run",
     "read_dataset",
     "store_dataset",
+    "tokenize_prompt",
 ]

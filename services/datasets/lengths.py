@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
-from bapo_core.tasks import get_task
-from bapo_core.tasks.base import DEMONSTRATION, Payload
+from bapo_core.tasks import Payload, Task, get_task
+from bapo_core.tasks.base import DEMONSTRATION
+from services.buffer.api.wire import PromptItem
 from services.common.errors import task_errors
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.load import RunDatasets, check_number
@@ -81,19 +84,43 @@ def _lengths(
     limits: ModelLimits,
 ) -> dict[str, int]:
     """Returns the number of tokens of each prompt by its uid."""
-    task_name, day = config.task.name, config.rollout.prompt_date
-    task = get_task(task_name, **options)
+    task, day = get_task(config.task.name, **options), config.rollout.prompt_date
     lengths = {}
     for prompt in dataset.prompts:
-        try:
-            with task_errors(task_name, "render"):
-                messages = task.render(prompt.payload)
-            token_ids = tokenize_conversation(tokenizer, messages, vision, day)
+        token_ids = tokenize_prompt(task, prompt, tokenizer, vision, day)
+        with _name_prompt(prompt):
             limits.check_ids(token_ids)
-        except BapoError as error:
-            raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error
         lengths[prompt.uid] = len(token_ids)
     return lengths
+
+
+def tokenize_prompt(
+    task: Task,
+    prompt: PromptItem,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
+    day: date,
+) -> list[int]:
+    """Returns the token ids of a prompt as the task renders it.
+
+    vision, day: as `tokenize_conversation` takes them.
+
+    Raises `BapoError`, which names the prompt, when the task cannot render it, and as
+    `tokenize_conversation` does.
+    """
+    with _name_prompt(prompt):
+        with task_errors(task.name, "render"):
+            messages = task.render(prompt.payload)
+        return tokenize_conversation(tokenizer, messages, vision, day)
+
+
+@contextmanager
+def _name_prompt(prompt: PromptItem) -> Iterator[None]:
+    """Adds the uid and the beginning of a prompt to what is wrong with it."""
+    try:
+        yield
+    except BapoError as error:
+        raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error
 
 
 def _excerpt(payload: Payload) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -320,17 +321,18 @@ def read_dataset(
             if others:
                 values = {**_leave_out(row, column_names.values()), **values}
             text = values.pop(DEMONSTRATION, None)
-            problem = _parse_row(task, values, number, images)
-            if problem is None:
-                left_out += 1
-            else:
+            with _name_row(number):
+                problem = _parse_row(task, values, images)
+                if problem is None:
+                    left_out += 1
+                    continue
                 if text is not None:
-                    problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
+                    problem = {**problem, DEMONSTRATION: _check_demonstration(text)}
                 uid = _uid_of(task, problem)
-                kept = problems.setdefault(uid, problem)
-                numbers.setdefault(uid, number)
-                repeated += kept is not problem
-                contradicting += kept != problem
+            kept = problems.setdefault(uid, problem)
+            numbers.setdefault(uid, number)
+            repeated += kept is not problem
+            contradicting += kept != problem
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
     except ValueError as error:
@@ -356,7 +358,8 @@ def _name_columns(
     others: whether the task takes the other columns, too. Raises `BapoError` for a column that the
     task does not have.
     """
-    known = list(task.columns)
+    with task_errors(task.name, "columns"):
+        known = list(task.columns)
     if demonstrated and (DEMONSTRATION in columns or not hasattr(task, "demonstrate")):
         known.append(DEMONSTRATION)
     unknown = sorted(set(columns) - set(known))
@@ -387,24 +390,27 @@ def _make_images(sources: DataSources, address: str = "") -> Images:
     return Images(lambda digest: sources.connect().image(digest), directory)
 
 
-def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) -> Payload | None:
+@contextmanager
+def _name_row(number: int) -> Iterator[None]:
+    """Turns what is wrong with a row of a data set into a `RowError`, which has its number."""
     try:
-        values = images.take_row(task, row)
-        with task_errors(task.name, "parse_row"):
-            problem = task.parse_row(values)
-        _check_payload(problem)
+        yield
     except (BapoError, ValueError) as error:
         raise RowError(number, str(error)) from error
+
+
+def _parse_row(task: Task, row: Mapping[str, Any], images: Images) -> Payload | None:
+    values = images.take_row(task, row)
+    with task_errors(task.name, "parse_row", refusal=ValueError):
+        problem = task.parse_row(values)
+    _check_payload(problem)
     return problem
 
 
-def _check_demonstration(value: Any, number: int) -> str:
-    try:
-        if not isinstance(value, str):
-            raise ValueError(f"{DEMONSTRATION} is {value!r:.80}; make it the text of a response")
-        _check_text(value)
-    except ValueError as error:
-        raise RowError(number, str(error)) from error
+def _check_demonstration(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{DEMONSTRATION} is {value!r:.80}; make it the text of a response")
+    _check_text(value)
     return value
 
 
@@ -430,10 +436,13 @@ def _check_text(value: Any) -> None:
 
 
 def _build_dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
-    prompts = [
-        wire.PromptItem(uid=_uid_of(task, payload), task=task.name, payload=_to_json(payload))
-        for payload in payloads
-    ]
+    prompts = []
+    for number, payload in enumerate(payloads, start=1):
+        try:
+            uid = _uid_of(task, payload)
+        except BapoError as error:
+            raise BapoError(f"prompt {number}: {error}") from error
+        prompts.append(wire.PromptItem(uid=uid, task=task.name, payload=_to_json(payload)))
     if isinstance(task, ImageTask):
         _check_images(task, payloads)
     name = name_dataset(task.name, split, prompts)
@@ -448,7 +457,9 @@ def _uid_of(task: Task, payload: Payload) -> str:
 def _check_images(task: ImageTask, payloads: Sequence[Payload]) -> None:
     """Raises `BapoError` unless every prompt shows its images in the order of the payload."""
     for payload in payloads:
-        shown = [image["digest"] for image in images_of(task.render(payload))]
+        with task_errors(task.name, f"render of prompt {task.uid(payload)!r}"):
+            messages = task.render(payload)
+        shown = [image["digest"] for image in images_of(messages)]
         if shown != image_digests(payload):
             raise BapoError(
                 f"task {task.name}: prompt {task.uid(payload)!r} does not show the images of its "

@@ -10,8 +10,8 @@ from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import Task
 from services.buffer.api import wire
+from services.datasets import tokenize_prompt
 from services.datasets.images import image_digests
-from services.model.conversation import tokenize_conversation
 from services.model.vision import VisionProcessor
 from services.rollout.api.wire import GenerateRequest, PromptRequest
 
@@ -73,10 +73,9 @@ class RequestBuilder:
         )
 
     def _tokenize(self, job: wire.Rollouts, prompt: wire.PromptItem) -> list[int]:
-        messages = self._tasks[job.evaluation_set].render(prompt.payload)
-        rollout = self._config.rollout
-        token_ids = tokenize_conversation(
-            self._tokenizer, messages, self._vision, rollout.prompt_date
+        task, rollout = self._tasks[job.evaluation_set], self._config.rollout
+        token_ids = tokenize_prompt(
+            task, prompt, self._tokenizer, self._vision, rollout.prompt_date
         )
         limit = rollout.max_prompt_tokens
         if len(token_ids) > limit:

@@ -41,3 +41,16 @@ def test_a_reward_function_that_fails_is_named(
         return
     evaluate_directory(config, TINY_MODEL)
     assert f"{said} 3 of the 8 responses" in capsys.readouterr().err
+
+
+def test_a_mistake_in_rendering_names_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(payload: dict[str, Any]) -> Any:
+        return payload["number"]
+
+    monkeypatch.setattr(CountdownTask, "render", staticmethod(mistaken))
+    config = load_config(None, ["task.test_prompts=4", "task.train_prompts=256"])
+    mistake = (
+        r"prompt countdown:.*: task countdown: render raised KeyError: 'number' \(test_evaluate"
+    )
+    with pytest.raises(BapoError, match=mistake):
+        evaluate_directory(config, TINY_MODEL)

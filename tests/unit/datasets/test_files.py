@@ -13,7 +13,7 @@ import pytest
 
 from bapo_core.config import RunConfig, config_from
 from bapo_core.errors import BapoError
-from bapo_core.tasks import get_task
+from bapo_core.tasks import Payload, get_task
 from services.datasets import DataSources, digest_of_prompts, load_datasets, read_dataset
 
 MATH = get_task("math")
@@ -159,7 +159,7 @@ def test_a_problem_that_the_verifier_would_refuse_is_refused(tmp_path: Path) -> 
     ("method", "message"),
     [
         ("parse_row", "row 1: task math: parse_row raised KeyError: 'anser' (test_files.py:"),
-        ("uid", "task math: uid raised KeyError: 'anser' (test_files.py:"),
+        ("uid", "row 1: task math: uid raised KeyError: 'anser' (test_files.py:"),
     ],
 )
 def test_a_mistake_in_a_task_is_one_line_that_names_its_line(
@@ -171,6 +171,38 @@ def test_a_mistake_in_a_task_is_one_line_that_names_its_line(
     address = write(tmp_path / "data.jsonl", [{"problem": "1+2", "answer": "3"}])
     monkeypatch.setattr(type(MATH), method, staticmethod(mistaken))
     with pytest.raises(BapoError, match=re.escape(message)):
+        read_dataset(MATH, address, DataSources(), {})
+
+
+def test_a_problem_that_uid_cannot_take_is_a_mistake_of_the_task_in_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `ValueError` refuses a row in `parse_row` alone."""
+
+    def mistaken(payload: Payload) -> str:
+        return f"choosy:{int(payload['problem'])}"
+
+    rows = [{"problem": "1", "answer": "1"}, {"problem": "x", "answer": "1"}]
+    address = write(tmp_path / "data.jsonl", rows)
+    monkeypatch.setattr(type(MATH), "uid", staticmethod(mistaken))
+    mistake = (
+        r"data.jsonl, row 2: task math: uid raised ValueError: invalid literal .* \(test_files"
+    )
+    with pytest.raises(BapoError, match=mistake):
+        read_dataset(MATH, address, DataSources(), {})
+
+
+def test_a_mistake_in_the_columns_of_a_task_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(_: Any) -> Any:
+        return ["problem", *{}["anser"]]
+
+    address = write(tmp_path / "data.jsonl", [{"problem": "1", "answer": "1"}])
+    monkeypatch.setattr(type(MATH), "columns", property(mistaken))
+    with pytest.raises(
+        BapoError, match=r"task math: columns raised KeyError: 'anser' \(test_files"
+    ):
         read_dataset(MATH, address, DataSources(), {})
 
 
