@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -309,9 +310,13 @@ def test_tokens_are_created_listed_and_revoked(ask: Ask, driver: Driver) -> None
     assert "it is not shown again" in ask("token", "create", "another")
 
 
-def test_garbage_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    # This needs a stack of its own, because other tests leave rows without objects.
-    with running_stack(home / "garbage", 0) as endpoints:
+def test_garbage_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    # This needs a stack of its own, because other tests leave rows without objects. As root, it
+    # lets Postgres's user through the directories above its home, so that must not be in another's.
+    with (
+        tempfile.TemporaryDirectory(prefix="bapo-garbage-") as home,
+        running_stack(Path(home), 0) as endpoints,
+    ):
         monkeypatch.setenv("BAPO_BUFFER_URL", endpoints.buffer_url)
         monkeypatch.setenv("BAPO_TOKEN", endpoints.token)
         store = ObjectStore(endpoints.object_store)
