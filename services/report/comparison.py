@@ -6,25 +6,24 @@ import html
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from bapo_core.resolution import Observation, Resolution, resolve, students_t_quantile
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import Evaluation, StepView
 from services.report import charts
 from services.report.html import figure, page
 from services.report.summary import RunHistory, read_history, summarise
 
-STUDENT_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
-"""97.5% quantiles of Student's t by degrees of freedom, from 1 on; beyond them the normal one is
-at most 6% too small."""
-NORMAL = 1.960
+LAST_EVALUATIONS = 4
+"""Evaluations whose mean is the accuracy of a run. The mean differs less between repetitions of a
+run than one evaluation does."""
+PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.1)
+"""True differences for which a comparison states the number of seeds."""
 FEWEST_PAIRS = 3
 """Fewest seeds for which the page shows an interval: with two, Student's t is 12.7."""
 TRAINING_CURVES = {
@@ -72,6 +71,28 @@ class RunResult:
         # Version v holds the weights after v - 1 steps.
         return [total.get(evaluation.version - 1, 0.0) for evaluation in self.history.evaluations]
 
+    def spent_at_last_evaluations(self, cost: Callable[[StepView], float]) -> list[float]:
+        """Returns what the steps before each of the last four evaluations cost together.
+
+        The evaluation of the base model counts only if there is no other.
+        """
+        spent = self.spent_at_evaluations(cost)
+        return (spent[1:] or spent)[-LAST_EVALUATIONS:]
+
+    def mean_accuracy_at(self, cost: Callable[[StepView], float], spent: Sequence[float]) -> float:
+        """Returns the mean of the accuracies at each of these costs."""
+        return statistics.mean(self.accuracy_at(cost, each) for each in spent)
+
+    def best_accuracy_within(self, cost: Callable[[StepView], float], spent: float) -> float:
+        """Returns the highest accuracy of an evaluation before the steps have cost more."""
+        return max(
+            evaluation.mean_accuracy
+            for evaluation, spent_before in zip(
+                self.history.evaluations, self.spent_at_evaluations(cost), strict=True
+            )
+            if spent_before <= spent
+        )
+
     def accuracy_at(self, cost: Callable[[StepView], float], spent: float) -> float:
         """Returns the held-out accuracy once the steps have cost so much, interpolated linearly."""
         spent_before = self.spent_at_evaluations(cost)
@@ -87,6 +108,13 @@ def _trainer_seconds(step: StepView) -> float:
     return sum(value for name, value in step.metrics.items() if name.startswith("seconds/"))
 
 
+EQUAL_COSTS = {
+    "rollouts": "training responses",
+    "tokens": "generated tokens",
+    "seconds of the trainer": "seconds of the trainer",
+}
+"""Names of the costs other than steps at which accuracies are compared, by their unit."""
+
 COSTS: dict[str, Callable[[StepView], float]] = {
     "training steps": lambda step: 1.0,  # noqa: ARG005
     "training responses": lambda step: float(step.rollouts),
@@ -98,74 +126,215 @@ re-evaluated ones; the trainer's time includes waiting for rollouts, and leaves 
 restarts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What a comparison shows of a run."""
+
+    name: str
+    of: Callable[[RunResult], float]
+    higher_is_better: bool | None = None
+    """None for a measure by which variants get no places: what a run costs."""
+
+
 def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:
     """Writes `comparison.html` and `comparison.json` to `directory`; returns the page's path.
 
     The differences are those from the first variant.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    variants = _by_label(results)
+    variants = group_by_label(results)
     measures = measures_of(results)
     table, differences = comparison_table(variants, measures), paired_table(variants, measures)
+    decisions = decide(variants, measures)
     data = {
         "table": table,
         "differences": differences,
-        "runs": [{"label": result.label, **summarise(result.history)} for result in results],
+        "resolution": decisions,
+        "runs": [
+            {"label": result.label, **summarise(result.history), "evaluations": _curve(result)}
+            for result in results
+        ],
     }
     (directory / "comparison.json").write_text(json.dumps(data) + "\n")
     path = directory / "comparison.html"
-    path.write_text(_page(variants, table, differences), encoding="utf-8")
+    path.write_text(_page(variants, measures, table, differences, decisions), encoding="utf-8")
     return path
 
 
-def _by_label(results: Sequence[RunResult]) -> Variants:
+def _curve(result: RunResult) -> list[dict[str, float]]:
+    """Returns the accuracy of every evaluation, and what the steps before it cost together."""
+    spent = {name: result.spent_at_evaluations(cost) for name, cost in COSTS.items()}
+    return [
+        {
+            "accuracy": evaluation.mean_accuracy,
+            **{name: values[index] for name, values in spent.items()},
+        }
+        for index, evaluation in enumerate(result.history.evaluations)
+    ]
+
+
+def group_by_label(results: Sequence[RunResult]) -> Variants:
     groups: Variants = {}
     for result in results:
         groups.setdefault(result.label, []).append(result)
     return groups
 
 
-Measures: TypeAlias = Mapping[str, Callable[[RunResult], float]]
+def measures_of(results: Sequence[RunResult]) -> list[Measure]:
+    """Returns what the table shows of a run.
 
-
-def measures_of(results: Sequence[RunResult]) -> Measures:
-    """Returns what the table shows of a run; equal costs are those of the cheapest run."""
-    rollouts, tokens = COSTS["training responses"], COSTS["generated tokens"]
-    equal_rollouts, equal_tokens = (
-        min(result.spent_at_evaluations(cost)[-1] for result in results)
-        for cost in (rollouts, tokens)
-    )
+    An accuracy is the mean of the last four evaluations of the run that costs least, and of what
+    the curves of the others are at the same costs. The best checkpoint is that of the evaluations
+    which cost no more than this run.
+    """
     same_steps = len({result.history.config.steps for result in results}) == 1
+    own_steps = COSTS["training steps"]
+    measures = [
+        Measure(
+            "accuracy at equal steps" if same_steps else "final accuracy",
+            lambda run: run.mean_accuracy_at(own_steps, run.spent_at_last_evaluations(own_steps)),
+            higher_is_better=True,
+        )
+    ]
+    best = [
+        Measure(
+            "best checkpoint at equal steps" if same_steps else "best checkpoint",
+            lambda run: max(each.mean_accuracy for each in run.history.evaluations),
+            higher_is_better=True,
+        )
+    ]
+    for unit, name in EQUAL_COSTS.items():
+        cost = COSTS[name]
+        spent = min(
+            (result.spent_at_last_evaluations(cost) for result in results),
+            key=lambda costs: costs[-1],
+        )
+        measures.append(
+            Measure(f"accuracy at {spent[-1]:,.0f} {unit}", _mean_at(cost, spent), True)
+        )
+        best.append(
+            Measure(f"best checkpoint at {spent[-1]:,.0f} {unit}", _best_at(cost, spent[-1]), True)
+        )
+    return [
+        *measures,
+        *best,
+        Measure("held-out prompts at 0", lambda run: run.final.bins[0] / run.final.prompts, False),
+        Measure("unlocked", lambda run: run.history.migration.unlocked_fraction, True),
+        Measure("rollouts", _total(COSTS["training responses"])),
+        Measure("generated tokens", _total(COSTS["generated tokens"])),
+        Measure("seconds of the trainer", _total(_trainer_seconds)),
+    ]
+
+
+def _mean_at(
+    cost: Callable[[StepView], float], spent: Sequence[float]
+) -> Callable[[RunResult], float]:
+    return lambda run: run.mean_accuracy_at(cost, spent)
+
+
+def _best_at(cost: Callable[[StepView], float], spent: float) -> Callable[[RunResult], float]:
+    return lambda run: run.best_accuracy_within(cost, spent)
+
+
+def _total(cost: Callable[[StepView], float]) -> Callable[[RunResult], float]:
+    return lambda run: run.spent_at_evaluations(cost)[-1]
+
+
+Decisions: TypeAlias = dict[str, dict[str, Any] | None]
+"""What the runs decide of each measure with places, by its name; None for nothing."""
+
+
+def decide(variants: Variants, measures: Sequence[Measure]) -> Decisions:
+    """Returns, for each measure with places, what the runs decide of it.
+
+    `standard_deviation` is that of repetitions of one run, with its `degrees_of_freedom`,
+    `smallest_difference` the difference from which on every pair of variants is decided, and
+    `seeds_for` the seeds that differences need. `places` has the best and the worst place of each
+    variant, and `ahead_of` the variants that it is decided to be better than.
+    """
+    decisions: Decisions = {}
+    for measure in measures:
+        if measure.higher_is_better is None:
+            continue
+        observations = [
+            Observation(label, run.seed, measure.of(run))
+            for label, runs in variants.items()
+            for run in runs
+        ]
+        resolution = resolve(observations)
+        decisions[measure.name] = (
+            None
+            if resolution is None
+            else _describe(resolution, higher_is_better=measure.higher_is_better)
+        )
+    return decisions
+
+
+def _describe(resolution: Resolution, *, higher_is_better: bool) -> dict[str, Any]:
+    variants = resolution.variants
+    ahead = {
+        label: [other for other in variants if resolution.is_ahead(label, other)]
+        for label in variants
+    }
+    if not higher_is_better:
+        ahead = {label: [o for o in variants if label in ahead[o]] for label in variants}
+    smallest = resolution.smallest_difference
     return {
-        "accuracy at equal steps" if same_steps else "final accuracy": lambda run: (
-            run.final.mean_accuracy
-        ),
-        f"accuracy at {equal_rollouts:,.0f} rollouts": lambda run: run.accuracy_at(
-            rollouts, equal_rollouts
-        ),
-        f"accuracy at {equal_tokens:,.0f} tokens": lambda run: run.accuracy_at(
-            tokens, equal_tokens
-        ),
-        "held-out prompts at 0": lambda run: run.final.bins[0] / run.final.prompts,
-        "unlocked": lambda run: run.history.migration.unlocked_fraction,
-        "rollouts": lambda run: run.spent_at_evaluations(rollouts)[-1],
-        "generated tokens": lambda run: run.spent_at_evaluations(tokens)[-1],
-        "seconds of the trainer": lambda run: run.spent_at_evaluations(_trainer_seconds)[-1],
+        "standard_deviation": resolution.deviation,
+        "degrees_of_freedom": resolution.degrees_of_freedom,
+        # JSON has no infinity: a pair of variants without a common seed is never decided.
+        "smallest_difference": smallest if math.isfinite(smallest) else None,
+        "seeds_for": {str(each): resolution.seeds_for(each) for each in PLANNED_DIFFERENCES},
+        "places": resolution.places(higher_is_better=higher_is_better),
+        "ahead_of": ahead,
     }
 
 
-def comparison_table(variants: Variants, measures: Measures) -> dict[str, dict[str, Spread]]:
+def explain_decision(decision: dict[str, Any] | None) -> str:
+    """Says in a few sentences what the runs decide of a measure."""
+    if decision is None:
+        return (
+            "With one variant, or with one seed each, nothing shows how far repetitions of a run "
+            "differ: no variant has a place. Two seeds are the fewest, four or more decide more."
+        )
+    smallest, variants = decision["smallest_difference"], decision["places"]
+    pairs = math.comb(len(variants), 2)
+    decided = (
+        "Two variants have no seed in common, so that nothing decides between them."
+        if smallest is None
+        else f"Differences above {smallest:.3f} are decided (95% for "
+        f"{'the pair' if pairs == 1 else f'all {pairs} pairs together'})."
+    )
+    seeds = ", ".join(f"{size} takes {count}" for size, count in decision["seeds_for"].items())
+    return (
+        f"Repetitions of a run differ by {decision['standard_deviation']:.4f} (standard deviation, "
+        f"{decision['degrees_of_freedom']} degrees of freedom). {decided} Seeds that decide a true "
+        f"difference in 4 of 5 cases: {seeds}."
+    )
+
+
+def show_places(decision: dict[str, Any] | None, label: str) -> str:
+    """Returns the places that a variant may have, such as `1-3`, or `-` if nothing is decided."""
+    if decision is None:
+        return "-"
+    best, worst = decision["places"][label]
+    return str(best) if best == worst else f"{best}-{worst}"
+
+
+def comparison_table(
+    variants: Variants, measures: Sequence[Measure]
+) -> dict[str, dict[str, Spread]]:
     """Returns mean, deviation, minimum and maximum over the seeds, by label and measure.
 
     A single seed has no deviation.
     """
     return {
-        label: {name: _spread([measure(run) for run in runs]) for name, measure in measures.items()}
+        label: {each.name: _spread([each.of(run) for run in runs]) for each in measures}
         for label, runs in variants.items()
     }
 
 
-def paired_table(variants: Variants, measures: Measures) -> dict[str, dict[str, Spread]]:
+def paired_table(variants: Variants, measures: Sequence[Measure]) -> dict[str, dict[str, Spread]]:
     """Returns the differences from the first variant with the same seed, by label and measure.
 
     A variant without a seed in common with the first one has no differences.
@@ -177,8 +346,10 @@ def paired_table(variants: Variants, measures: Measures) -> dict[str, dict[str, 
         pairs = [(run, base[run.seed]) for run in runs if run.seed in base]
         if pairs:
             table[label] = {
-                name: paired_difference([measure(run) - measure(other) for run, other in pairs])
-                for name, measure in measures.items()
+                each.name: paired_difference(
+                    [each.of(run) - each.of(other) for run, other in pairs]
+                )
+                for each in measures
             }
     return table
 
@@ -192,7 +363,7 @@ def paired_difference(differences: Sequence[float]) -> Spread:
     count = len(differences)
     found: Spread = {"mean": statistics.mean(differences), "seeds": count}
     if count > 1:
-        quantile = STUDENT_T[count - 2] if count - 2 < len(STUDENT_T) else NORMAL
+        quantile = students_t_quantile(0.95, count - 1)
         found["half_width"] = quantile * statistics.stdev(differences) / math.sqrt(count)
     return found
 
@@ -212,8 +383,10 @@ def _spread(values: Sequence[float]) -> Spread:
 
 def _page(
     variants: Variants,
+    measures: Sequence[Measure],
     table: dict[str, dict[str, Spread]],
     differences: dict[str, dict[str, Spread]],
+    decisions: Decisions,
 ) -> str:
     results = [run for runs in variants.values() for run in runs]
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(result.seed for result in results))
@@ -224,7 +397,13 @@ def _page(
     many = len(variants) > MOST_NAMED
     heading = f"{len(variants)} variants" if many else " · ".join(variants)
     first = next(iter(variants))
+    primary = measures[0].name
     tables = _table("Mean ± standard deviation", table, _spread_cell)
+    tables += _places_table(decisions)
+    tables += (
+        f"<p>An accuracy is the mean of the last {LAST_EVALUATIONS} evaluations. "
+        f"{html.escape(f'{primary.capitalize()}: {explain_decision(decisions[primary])}')}</p>"
+    )
     if differences:
         pairs = max(value["seeds"] for row in differences.values() for value in row.values())
         interval = (
@@ -320,6 +499,29 @@ def _table(title: str, table: dict[str, dict[str, Spread]], cell: Callable[[Spre
         f"<figure class=scrolls><h2>{html.escape(title)}</h2>"
         f"<table><thead><tr><th>variant</th>{head}</tr></thead><tbody>{rows}</tbody></table>"
         "</figure>"
+    )
+
+
+def _places_table(decisions: Decisions) -> str:
+    decided = {name: each for name, each in decisions.items() if each is not None}
+    if not decided:
+        return ""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in decided)
+    labels = next(iter(decided.values()))["places"]
+    rows = "".join(
+        f"<tr><td>{html.escape(label)}</td>"
+        + "".join(f"<td>{show_places(each, label)}</td>" for each in decided.values())
+        + "</tr>"
+        for label in labels
+    )
+    smallest = "".join(
+        f"<td>{'-' if value is None else f'{value:.3f}'}</td>"
+        for value in (each["smallest_difference"] for each in decided.values())
+    )
+    return (
+        "<figure class=scrolls><h2>Places that the runs leave open (95% for all of a column)</h2>"
+        f"<table><thead><tr><th>variant</th>{head}</tr></thead><tbody>{rows}"
+        f"<tr><td>smallest difference that is decided</td>{smallest}</tr></tbody></table></figure>"
     )
 
 

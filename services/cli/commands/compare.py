@@ -78,6 +78,10 @@ def compare(
     that was interrupted goes on. The page with the comparison is written to
     `runs/NAME-comparison` after each run.
 
+    It states which differences this many seeds decide, and gives each variant the places that its
+    runs leave open: two variants whose difference is not decided share them. With one seed there
+    are no places.
+
     \b
     Examples:
       bapo compare examples/countdown.yaml
@@ -194,11 +198,27 @@ def _train(
 
 
 def _print_table(results: Sequence[RunResult], console: Console) -> None:
-    labels = list(dict.fromkeys(result.label for result in results))
-    width = max(map(len, labels))
-    for label in labels:
-        finals = [result.final.mean_accuracy for result in results if result.label == label]
+    from services.report.comparison import (  # imports matplotlib
+        comparison_table,
+        decide,
+        explain_decision,
+        group_by_label,
+        measures_of,
+        show_places,
+    )
+
+    variants, measures = group_by_label(results), measures_of(results)
+    primary = measures[0]
+    best = next(measure for measure in measures if measure.name.startswith("best checkpoint"))
+    table = comparison_table(variants, [primary, best])
+    decision = decide(variants, [primary])[primary.name]
+    width = max(map(len, variants))
+    console.print(f"{primary.name}, the mean of the last evaluations, and best checkpoint:")
+    for label, runs in variants.items():
+        spread = table[label][primary.name]
         console.print(
-            f"{label:{width}} held-out accuracy {statistics.mean(finals):.3f} "
-            f"(lowest {min(finals):.3f}, highest {max(finals):.3f}, of {len(finals)} seeds)",
+            f"{label:{width}}  {spread['mean']:.3f} (lowest {spread['lowest']:.3f}, highest "
+            f"{spread['highest']:.3f}, of {len(runs)} seeds), best "
+            f"{table[label][best.name]['mean']:.3f}, place {show_places(decision, label)}",
         )
+    console.print(explain_decision(decision))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -125,13 +127,16 @@ def test_runs_of_one_algorithm_are_compared_by_their_labels(tmp_path: Path) -> N
     found = json.loads((tmp_path / "comparison.json").read_text())
     table, differences = found["table"], found["differences"]
     assert set(table) == {"v5", "v10"}
-    assert table["v5"]["accuracy at equal steps"]["mean"] == 0.375
-    # At the 40 responses of the cheaper variant, the other one is halfway.
-    assert table["v10"]["accuracy at 40 rollouts"]["mean"] == 0.5
+    # The mean of the evaluations after the base model's, then over the seeds.
+    assert table["v5"]["accuracy at equal steps"]["mean"] == 0.3125
+    assert table["v5"]["best checkpoint at equal steps"]["mean"] == 0.375
+    # At the 20 and 40 responses of the cheaper variant's evaluations, the other one has .25 and .5.
+    assert table["v10"]["accuracy at 40 rollouts"]["mean"] == 0.375
+    assert table["v10"]["best checkpoint at 40 rollouts"]["mean"] == 0.5
     assert set(differences) == {"v10"}
     gain = differences["v10"]["accuracy at equal steps"]
-    assert (gain["mean"], gain["seeds"]) == (0.375, 2)
-    assert gain["half_width"] == pytest.approx(12.706 * 0.125)
+    assert (gain["mean"], gain["seeds"]) == (0.3125, 2)
+    assert gain["half_width"] == pytest.approx(12.706 * 0.0625, rel=1e-4)
     assert [run["label"] for run in found["runs"]] == ["v5", "v10", "v5", "v10"]
     for title in (
         *(f"Held-out accuracy by {name}" for name in COSTS),
@@ -139,23 +144,23 @@ def test_runs_of_one_algorithm_are_compared_by_their_labels(tmp_path: Path) -> N
         "Difference from v5 with the same seed: mean; 2 seeds are too few for an interval",
     ):
         assert title in page
-    assert "+0.375</td>" in page, "an interval of 12.7 standard errors says nothing"
+    assert "+0.312</td>" in page, "an interval of 12.7 standard errors says nothing"
     more = [
         *runs,
         result("v5", 3, [0.0, 0.25, 0.25], rollouts=10),
         result("v10", 3, [0.0, 0.5, 0.75], rollouts=20),
     ]
-    assert "+0.417 ± 0.359</td>" in write_comparison(more, tmp_path).read_text()
+    assert "+0.333 ± 0.179</td>" in write_comparison(more, tmp_path).read_text()
 
 
 def test_one_seed_gives_differences_without_an_interval(tmp_path: Path) -> None:
     runs = [result(label, 1, [0.0, 0.0, value], 10) for label, value in (("a", 0.5), ("b", 0.25))]
     write_comparison(runs, tmp_path)
     found = json.loads((tmp_path / "comparison.json").read_text())
-    assert found["differences"]["b"]["accuracy at equal steps"] == {"mean": -0.25, "seeds": 1}
+    assert found["differences"]["b"]["accuracy at equal steps"] == {"mean": -0.125, "seeds": 1}
     assert "standard_deviation" not in found["table"]["a"]["accuracy at equal steps"]
     page = (tmp_path / "comparison.html").read_text()
-    assert "<td>0.500</td>" in page
+    assert "<td>0.250</td>" in page
     assert "± 0.000" not in page
 
 
@@ -170,6 +175,68 @@ def test_the_page_claims_no_more_in_common_than_there_is(tmp_path: Path) -> None
     assert "on different prompts" in text
     assert "final accuracy" in text
     assert "accuracy at equal steps" not in text
+
+
+def test_a_run_has_the_accuracy_of_its_last_four_evaluations() -> None:
+    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
+    versions = zip((1, 2, 3, 4, 5), (1.0, 0.25, 0.5, 0.5, 0.75), strict=True)
+    history = replace(run.history, evaluations=[evaluation(v, a) for v, a in versions])
+    run = RunResult(history, "a")
+    steps = COSTS["training steps"]
+    assert run.spent_at_last_evaluations(steps) == [1, 2, 3, 4]
+    assert run.mean_accuracy_at(steps, run.spent_at_last_evaluations(steps)) == 0.5
+
+
+def test_a_checkpoint_beyond_the_budget_is_not_the_best_one() -> None:
+    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
+    rollouts = COSTS["training responses"]
+    best = [run.best_accuracy_within(rollouts, spent) for spent in (0, 19, 20, 39, 40)]
+    assert best == [0.0, 0.0, 0.5, 0.5, 1.0]
+
+
+def scores(values: Mapping[str, Sequence[float]]) -> list[RunResult]:
+    return [
+        result(label, seed, [0.0, accuracy, accuracy], 10)
+        for label, accuracies in values.items()
+        for seed, accuracy in enumerate(accuracies, start=1)
+    ]
+
+
+def test_variants_whose_difference_is_not_decided_share_their_places(tmp_path: Path) -> None:
+    runs = scores({"low": [0.1, 0.12, 0.11], "a": [0.5, 0.52, 0.54], "b": [0.52, 0.51, 0.55]})
+    page = write_comparison(runs, tmp_path).read_text()
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    decision = found["resolution"]["accuracy at equal steps"]
+    assert decision["places"] == {"low": [3, 3], "a": [1, 2], "b": [1, 2]}
+    assert decision["ahead_of"] == {"low": [], "a": ["low"], "b": ["low"]}
+    assert decision["degrees_of_freedom"] == 4
+    assert 0.02 < decision["smallest_difference"] < 0.1
+    assert "<td>1-2</td>" in page
+    assert f"Differences above {decision['smallest_difference']:.3f} are decided" in page
+    assert found["runs"][0]["evaluations"][1] == {
+        "accuracy": 0.1,
+        "training steps": 2,
+        "training responses": 20,
+        "generated tokens": 200,
+        "seconds of the trainer": 3,
+    }
+
+
+def test_fewer_prompts_at_0_are_better(tmp_path: Path) -> None:
+    values = {"low": [0.125, 0.25, 0.125], "high": [0.875, 0.875, 0.75]}
+    write_comparison(scores(values), tmp_path)
+    found = json.loads((tmp_path / "comparison.json").read_text())["resolution"]
+    assert found["held-out prompts at 0"]["places"] == {"low": [2, 2], "high": [1, 1]}
+    assert found["held-out prompts at 0"]["ahead_of"] == {"low": [], "high": ["low"]}
+    assert "rollouts" not in found
+
+
+def test_one_seed_gives_no_places(tmp_path: Path) -> None:
+    page = write_comparison(scores({"a": [0.9], "b": [0.1]}), tmp_path).read_text()
+    found = json.loads((tmp_path / "comparison.json").read_text())["resolution"]
+    assert set(found.values()) == {None}
+    assert "no variant has a place" in page
+    assert "Places that" not in page
 
 
 @pytest.mark.parametrize("label", ["_base", "a $x$ b", r"a $\frac$ b"])

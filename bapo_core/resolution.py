@@ -1,0 +1,216 @@
+"""What a comparison of variants with several seeds can decide, and what it cannot.
+
+A value of variant i with seed j is modelled as m_i + b_j + e_ij: what the variant adds, what all
+variants share with a seed (the held-out prompts, the order of the training prompts), and the
+difference between repetitions of one run, which is normal with one standard deviation sigma for all
+variants. Sigma is estimated from the residuals of the least-squares fit, and all pairs of variants
+are tested together by Tukey's honestly significant difference (Tukey-Kramer if seeds are missing),
+so that the chance of any wrong decision among all pairs is at most 5%.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.95
+"""Chance that no pair of equal variants is decided."""
+POWER = 0.8
+"""Chance to decide a true difference, for which the number of seeds is planned."""
+MOST_SEEDS = 1_000_000
+"""Most seeds that a plan states."""
+
+_POINTS = np.linspace(-9.0, 9.0, 8001)
+_NORMAL_CDF = np.array([NormalDist().cdf(point) for point in _POINTS.tolist()])
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(160)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The value of a measure for one run."""
+
+    variant: str
+    seed: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """What the runs of a comparison decide of one measure."""
+
+    variants: tuple[str, ...]
+    """Labels of the V variants, in the order of their first observations."""
+    deviation: float
+    """Estimate of sigma, the standard deviation of repetitions of one run."""
+    degrees_of_freedom: int
+    """Degrees of freedom of the estimate: (V - 1)(n - 1) for V variants with the same n seeds."""
+    differences: NDArray[np.float64]
+    """Estimated differences between variants, row minus column, of shape (V, V). With the same
+    seeds for all variants, they are the differences of the means."""
+    thresholds: NDArray[np.float64]
+    """For each pair of variants, the difference from which on it is decided, of shape (V, V);
+    infinite for a pair that no seeds connect."""
+
+    @property
+    def smallest_difference(self) -> float:
+        """The difference from which on every pair is decided."""
+        pairs = combinations(range(len(self.variants)), 2)
+        return max(float(self.thresholds[pair]) for pair in pairs)
+
+    def is_ahead(self, variant: str, other: str) -> bool:
+        """Returns whether the variant's value is decided to be larger than the other's."""
+        pair = self.variants.index(variant), self.variants.index(other)
+        return bool(self.differences[pair] > self.thresholds[pair])
+
+    def places(self, *, higher_is_better: bool = True) -> dict[str, tuple[int, int]]:
+        """Returns the best and the worst place that each variant may have, from 1 on.
+
+        The best place is 1 + the number of variants that are decided to be better, the worst one V
+        - the number of variants that are decided to be worse. The true places of all variants are
+        within these bounds together with a probability of at least 95% (Al Mohamad, Goeman and van
+        Zwet 2019, arXiv:1708.02729).
+        """
+        ahead = self.differences > self.thresholds
+        better, worse = (ahead.sum(axis=0), ahead.sum(axis=1))
+        if not higher_is_better:
+            better, worse = worse, better
+        count = len(self.variants)
+        return {
+            variant: (1 + int(better[index]), count - int(worse[index]))
+            for index, variant in enumerate(self.variants)
+        }
+
+    def seeds_for(self, difference: float) -> int:
+        """Returns the number of seeds with which a true difference is decided in 4 of 5 cases.
+
+        The number holds for as many variants as here, each with the same seeds. It is the smallest
+        n with difference >= (q / sqrt(2) + t) * sigma * sqrt(2 / n), where q is the quantile of the
+        studentized range and t Student's 80% quantile, both with (V - 1)(n - 1) degrees of freedom.
+        """
+        if difference <= 0:
+            raise ValueError(f"difference is {difference}; give one above 0")
+
+        def suffices(seeds: int) -> bool:
+            freedom = (len(self.variants) - 1) * (seeds - 1)
+            errors = studentized_range_quantile(LEVEL, len(self.variants), freedom) / math.sqrt(2)
+            errors += students_t_quantile(2 * POWER - 1, freedom)
+            return errors * self.deviation * math.sqrt(2 / seeds) <= difference
+
+        enough = 2
+        while not suffices(enough):
+            if enough >= MOST_SEEDS:
+                return MOST_SEEDS
+            enough *= 2
+        too_few = enough // 2
+        while enough - too_few > 1:
+            middle = (enough + too_few) // 2
+            too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
+        return enough
+
+
+def resolve(observations: Sequence[Observation]) -> Resolution | None:
+    """Returns what the observations of a measure decide.
+
+    None if they do not show how far repetitions differ: with one variant, or with one seed each.
+    """
+    variants = list(dict.fromkeys(each.variant for each in observations))
+    seeds = list(dict.fromkeys(each.seed for each in observations))
+    design = np.array(
+        [
+            [float(each.variant == variant) for variant in variants]
+            + [float(each.seed == seed) for seed in seeds]
+            for each in observations
+        ]
+    )
+    values = np.array([each.value for each in observations])
+    if len(variants) < 2 or not np.isfinite(values).all():
+        return None
+    inverse = np.linalg.pinv(design)
+    degrees_of_freedom = len(values) - int(np.linalg.matrix_rank(design))
+    if degrees_of_freedom == 0:
+        return None
+    effects = inverse @ values
+    residuals = values - design @ effects
+    # Rounding errors of values that fit exactly must not decide anything.
+    rounding = 1e-9 * float(np.abs(values).max())
+    deviation = math.sqrt(float(residuals @ residuals) / degrees_of_freedom)
+    deviation = 0.0 if deviation <= rounding else deviation
+    quantile = studentized_range_quantile(LEVEL, len(variants), degrees_of_freedom) / math.sqrt(2)
+    size = len(variants)
+    differences = np.zeros((size, size))
+    thresholds = np.zeros((size, size))
+    for i, j in combinations(range(size), 2):
+        contrast = np.zeros(design.shape[1])
+        contrast[i], contrast[j] = 1.0, -1.0
+        weights = contrast @ inverse
+        is_estimable = np.allclose(weights @ design, contrast, atol=1e-8)
+        error = deviation * float(np.linalg.norm(weights)) if is_estimable else math.inf
+        differences[i, j] = float(weights @ values)
+        differences[j, i] = -differences[i, j]
+        thresholds[i, j] = thresholds[j, i] = max(quantile * error, rounding)
+    return Resolution(tuple(variants), deviation, degrees_of_freedom, differences, thresholds)
+
+
+def students_t_quantile(level: float, degrees_of_freedom: int) -> float:
+    """Returns t with P(|T| <= t) = level for Student's distribution."""
+    # The studentized range of two values is sqrt(2) |T|.
+    return studentized_range_quantile(level, 2, degrees_of_freedom) / math.sqrt(2)
+
+
+@lru_cache(maxsize=4096)
+def studentized_range_quantile(level: float, groups: int, degrees_of_freedom: int) -> float:
+    """Returns q with P(Q <= q) = level for the studentized range Q of `groups` normal values.
+
+    Q is the range of the values divided by an independent estimate of their standard deviation.
+    """
+    low, high = 0.0, 1.0
+    while _studentized_range_cdf(high, groups, degrees_of_freedom) < level:
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        if _studentized_range_cdf(middle, groups, degrees_of_freedom) < level:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _studentized_range_cdf(q: float, groups: int, degrees_of_freedom: int) -> float:
+    """Integrates the distribution of the range over the estimated standard deviation s:
+
+    P(Q <= q) = int f(s) k int phi(z) (Phi(z) - Phi(z - q s))^(k - 1) dz ds, with f the density of
+    sqrt(chi^2 / degrees of freedom) and k the number of groups.
+    """
+    freedom = float(degrees_of_freedom)
+    spread = 8 / math.sqrt(2 * freedom)
+    s, s_weights = _gauss_legendre(max(0.0, 1 - spread), 1 + spread)
+    with np.errstate(divide="ignore"):
+        density = np.exp(
+            math.log(2)
+            + freedom / 2 * math.log(freedom / 2)
+            - math.lgamma(freedom / 2)
+            + (freedom - 1) * np.log(s)
+            - freedom / 2 * s**2
+        )
+    z, z_weights = _gauss_legendre(-8.0, 8.0)
+    normal = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+    within = _normal_cdf(z) - _normal_cdf(z[None, :] - q * s[:, None])
+    ranges = groups * (within ** (groups - 1)) @ (normal * z_weights)
+    return float(ranges @ (density * s_weights))
+
+
+def _gauss_legendre(low: float, high: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    half = (high - low) / 2
+    return low + half * (_NODES + 1), half * _WEIGHTS
+
+
+def _normal_cdf(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = np.interp(x, _POINTS, _NORMAL_CDF)
+    return shares
