@@ -266,16 +266,20 @@ def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> No
     assert checksums({"kueue.queue": "another"}) == before
 
 
-def test_a_collector_restarts_where_replicas_get_other_addresses() -> None:
-    """It calls a replica at no address but those that it read at its start."""
+def test_other_addresses_of_replicas_restart_the_collector_and_not_the_api() -> None:
+    """The collector calls a replica at no address but those that it read at its start."""
 
-    def checksum(case: Case) -> str:
-        collector = one(render(case), "Deployment", "bapo-collector")
-        found: str = pod_of(collector)["metadata"]["annotations"]["checksum/config"]
+    def annotations(case: Case, name: str) -> dict[str, str]:
+        found: dict[str, str] = pod_of(one(render(case), "Deployment", name))["metadata"][
+            "annotations"
+        ]
         return found
 
-    two_nodes = {"rollout.nodes": 2, "rollout.pipelineParallelSize": 2}
-    assert checksum(Case(("dev",), two_nodes)) != checksum(Case(("dev",)))
+    one_node = Case(("dev",))
+    two_nodes = Case(("dev",), {"rollout.nodes": 2, "rollout.pipelineParallelSize": 2})
+    for name, restarts in (("bapo-collector", True), ("bapo-buffer", False)):
+        changed = annotations(two_nodes, name) != annotations(one_node, name)
+        assert changed == restarts, name
 
 
 # ---- rights --------------------------------------------------------------------------------------

@@ -198,8 +198,12 @@ changed that it reads at its start. Generated Secrets are left out: on an instal
 yet, so that the first upgrade would restart every pod. */}}
 {{- define "bapo.podAnnotations" -}}
 {{- $values := .root.Values -}}
-{{- $read := list (include "bapo.endpoints" .root) (include "bapo.replicaHosts" .root) $values.database.url $values.s3.accessKey $values.s3.secretKey -}}
+{{- $read := list (include "bapo.endpoints" .root) $values.database.url $values.s3.accessKey $values.s3.secretKey -}}
 {{- $own := dict "checksum/config" (join "\n" $read | sha256sum) -}}
+{{/* The collector alone reads the hosts of the replicas, and the API must not restart with them. */}}
+{{- if eq .component "collector" -}}
+{{- $_ := set $own "checksum/replica-hosts" (include "bapo.replicaHosts" .root | sha256sum) -}}
+{{- end -}}
 {{- $found := list -}}
 {{- range compact (list $values.token.existingSecret $values.database.existingSecret $values.s3.existingSecret) -}}
 {{- with lookup "v1" "Secret" $.root.Release.Namespace . -}}
