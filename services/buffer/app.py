@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
-from sqlalchemy import create_engine
-from sqlalchemy.exc import DataError, InterfaceError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
+from services.buffer.database import describe_outage, make_engine, may_be_repeated
 from services.buffer.migrate import upgrade
 from services.buffer.routes import (
     admin,
@@ -58,7 +58,7 @@ def create_app(
     """Builds the application. When it starts, it migrates the database, accepts
     `configured_tokens`, one for each scope, and creates the bucket if it does not exist, which may
     take until the object store answers."""
-    engine = create_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
+    engine = make_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
     service = Service(engine, store)
 
     @asynccontextmanager
@@ -126,11 +126,15 @@ def _install_outage_handlers(app: FastAPI) -> None:
     """Answers 503 while Postgres or the object store does not answer, so that clients repeat the
     call; 422 for values that Postgres cannot hold, and 507 for what the object store refuses."""
 
-    async def database_unavailable(_: Request, error: Exception) -> Response:
-        return unavailable(f"the database does not answer ({type(error).__name__})")
+    @app.exception_handler(DBAPIError)
+    async def _database_failed(_: Request, error: DBAPIError) -> Response:
+        if not may_be_repeated(error):
+            raise error
+        return unavailable(f"the database cannot serve the call: {describe_outage(error)}")
 
-    for kind in (OperationalError, InterfaceError, PoolTimeout):
-        app.add_exception_handler(kind, database_unavailable)
+    @app.exception_handler(PoolTimeout)
+    async def _no_connection(_: Request, error: PoolTimeout) -> Response:
+        return unavailable(f"no connection to the database became free: {first_line(error)}")
 
     @app.exception_handler(DataError)
     async def _invalid_value(_: Request, error: DataError) -> Response:

@@ -17,6 +17,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
 
+from services.buffer.database import OutageWatch
 from services.common.objectstore import ObjectStore
 
 RECHECK_S = 0.5
@@ -58,6 +59,7 @@ class Service:
         self.store = store
         self.probe = ObjectStore(store.settings, retries=0)
         """Client of the same store for health checks, which must not wait for retries."""
+        self.outages = OutageWatch(engine)
         self.sessions = sessionmaker(engine, expire_on_commit=False)
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from bapo_core.errors import BapoError, TransientError
 
+UNFORESEEN = "urn:bapo:unforeseen"
+"""Kind of the problem details of an exception that a service did not foresee."""
+
 
 def first_line(error: Exception) -> str:
     """Returns the first line of a library's message that is not blank, or else its type."""

@@ -9,7 +9,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from services.common.errors import ServiceError, ServiceUnavailable, Superseded
+from services.common.errors import (
+    UNFORESEEN,
+    ServiceError,
+    ServiceUnavailable,
+    Superseded,
+)
 from services.common.local_hosts import LOCAL_HOSTS
 
 log = logging.getLogger(__name__)
@@ -19,6 +24,8 @@ GIVE_UP_AFTER_S = 60.0
 short enough that a lost service does not block a run."""
 SAY_EVERY_S = 60.0
 """Seconds after which a call that is repeated for longer says so again."""
+LONGEST_REASON = 300
+"""Characters of a service's reason that a message repeats."""
 _CONNECT_S = 5.0
 UNHURRIED = httpx.Timeout(3600.0, connect=_CONNECT_S)
 """Time-out of a call for which the service does all its work before it answers. Sent again while
@@ -63,26 +70,34 @@ class HttpClient:
         """Sends a request and returns the successful response.
 
         Repeats it while nothing answers, and while the service answers 429 (honouring
-        Retry-After), 502, 503 or 504. Raises `ServiceUnavailable` when that lasts longer than the
-        client's time-out for it, `Superseded` when a newer attempt has taken over, and
-        `ServiceError` on any other error status.
+        Retry-After), 502, 503 or 504, or 500 for a reason that it did not foresee, which is logged.
+        Raises `ServiceUnavailable` when that lasts longer than the client's time-out for it,
+        `Superseded` when a newer attempt has taken over, and `ServiceError` on any other error
+        status.
         """
         outage_began: dict[float, float] = {}  # start of the current outage, by its time-out
         said = time.monotonic()
+        failed = False
         pause = 0.05
         while True:
             give_up_after, wait = self._give_up_s, pause
             try:
                 response = self._client.request(method, path, **arguments)
-                if response.status_code not in (429, 502, 503, 504):
+                if not _is_outage(response):
                     return self._checked(response, method, path)
-                reason = f"HTTP {response.status_code}"
+                reason = f"HTTP {response.status_code}{_describe(response)}"
                 if response.status_code == 429:
                     give_up_after, wait = self._busy_give_up_s, _retry_after(response, pause)
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             # Counted from the first failure: the request before it may have taken minutes.
             began = outage_began.setdefault(give_up_after, time.monotonic())
+            if reason.startswith("HTTP 500") and not failed:
+                failed = True
+                log.warning(
+                    "the %s at %s failed at %s %s (%s); the call is repeated for up to %.0f s",
+                    *(self.service, self.url, method, path, reason, give_up_after),
+                )
             if time.monotonic() + wait >= began + give_up_after:
                 raise ServiceUnavailable(
                     f"the {self.service} at {self.url} has not served the call for "
@@ -107,14 +122,36 @@ class HttpClient:
     def _checked(self, response: httpx.Response, method: str, path: str) -> httpx.Response:
         if response.is_success:
             return response
-        detail, kind = response.text[:500], ""
-        if response.headers.get("content-type", "").startswith("application/problem+json"):
-            problem = response.json()
-            detail, kind = problem["detail"], problem["type"]
+        detail, kind = _problem(response) or (response.text[:500], "")
         message = f"the {self.service} refused {method} {path}: {detail}"
         if kind == "urn:bapo:superseded":
             raise Superseded(response.status_code, message, detail)
         raise ServiceError(response.status_code, message, detail)
+
+
+def _problem(response: httpx.Response) -> tuple[str, str] | None:
+    """Returns the detail and the kind of problem details; None for any other body."""
+    if not response.headers.get("content-type", "").startswith("application/problem+json"):
+        return None
+    problem = response.json()
+    return problem["detail"], problem["type"]
+
+
+def _is_outage(response: httpx.Response) -> bool:
+    """Returns whether the same call may succeed later.
+
+    A 500 that the service foresaw, such as a wrong plug-in's, would be the same each time.
+    """
+    if response.status_code == 500:
+        problem = _problem(response)
+        return problem is None or problem[1] == UNFORESEEN
+    return response.status_code in (429, 502, 503, 504)
+
+
+def _describe(response: httpx.Response) -> str:
+    """Returns the reason that the service gave, to follow the status; empty without one."""
+    problem = _problem(response)
+    return f": {problem[0][:LONGEST_REASON]}" if problem else ""
 
 
 def _retry_after(response: httpx.Response, default: float) -> float:

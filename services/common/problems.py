@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from bapo_core.errors import BapoError
+from services.common.errors import UNFORESEEN
 
 
 class Problem(Exception):
@@ -86,6 +87,14 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(BapoError)
     async def _failed(_: Request, error: BapoError) -> JSONResponse:
         return problem_response(500, "Failed", str(error))
+
+    @app.exception_handler(Exception)
+    async def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+        detail = (
+            f"{request.method} {request.url.path} met an unforeseen {type(error).__name__}; the "
+            "log of the service has its traceback"
+        )
+        return problem_response(500, "Unforeseen error", detail, UNFORESEEN)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -34,6 +34,9 @@ _SECRET_NAME = re.compile(
     r"BAPO_|(^|_)(TOKENS?|SECRETS?|KEYS?|CREDENTIALS?|AUTH|PAT|APIKEY)(_|$)|PASSW(OR)?D|_PWD$",
     re.IGNORECASE,
 )
+_POSTGRES_ERROR = re.compile(r" (FATAL|PANIC):  ")
+_POSTGRES_MORE = re.compile(r" (HINT|DETAIL):  ")
+_POSTGRES_PREFIX = re.compile(r"^.*? (?=[A-Z]+:  )")
 _CREDENTIALS_IN_ADDRESS = re.compile(r"://[^/\s@]+@")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -188,15 +191,18 @@ def reap_orphans(*children: int) -> None:
 
 
 def last_error(log: Path) -> str:
-    """Returns the last error of a log, or else its last line, followed by the log's path."""
+    """Returns the last error of a log, or else its last line, with the path of the log to read."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return f"{find_error(text) or 'it wrote nothing'} (log: {log})"
+    error = find_error(text) or "it wrote nothing"
+    # The error of a supervisor names the log of the child that failed, which says more.
+    return error if "(log: " in error else f"{error} (log: {log})"
 
 
 def find_error(text: str) -> str:
     """Returns the message of the last error in the text of a log, or else its last line.
 
-    Lines that are JSON are those of `services.common.logs`; torchrun's own follow them.
+    Lines that are JSON are those of `services.common.logs`; torchrun's own follow them. The last
+    error of Postgres is followed by its hint.
     """
     lines = text.strip().splitlines()
     for line in reversed(lines):
@@ -206,6 +212,11 @@ def find_error(text: str) -> str:
             continue
         if isinstance(entry, dict) and entry.get("level") == "error":
             return str(entry["message"])
+    for number, line in reversed(list(enumerate(lines))):
+        if _POSTGRES_ERROR.search(line):
+            hints = filter(_POSTGRES_MORE.search, lines[number + 1 :])
+            reasons = [line, *hints]
+            return "; ".join(_POSTGRES_PREFIX.sub("", reason) for reason in reasons)
     return lines[-1] if lines else ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from contextlib import suppress
 from typing import ClassVar
 
@@ -15,8 +14,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from services.common.middleware import KnownHosts, PrivateAnswers
 from services.common.settings import ServerSettings
 
-STARTUP_FAILED = 3
-"""Exit code of a server whose app did not start, as of the `uvicorn` command."""
 LARGEST_HEAD = 64 << 10
 """Largest head of a request in bytes, beyond what arrives in one piece (at most 256 KiB)."""
 
@@ -66,6 +63,25 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
 
+class Server(uvicorn.Server):
+    """A server that raises what keeps its app from starting.
+
+    uvicorn logs it as a traceback, followed by a line that has no reason.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        config.lifespan = "off"  # `serve` runs it
+        super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        # A signal must end the app as well, so it is held back until the app has ended.
+        with self.capture_signals():
+            async with app.router.lifespan_context(app):
+                await super().serve(sockets)
+
+
 def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     """Returns how `app` is served, after adding what all servers do to each request."""
     names = [name.strip().lower() for name in settings.host_names.split(",") if name.strip()]
@@ -84,14 +100,13 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def serve(
-    app: FastAPI, settings: ServerSettings, server_class: type[uvicorn.Server] = uvicorn.Server
-) -> None:
-    """Serves `app` until the process is terminated; open requests get 5 seconds to finish."""
+def serve(app: FastAPI, settings: ServerSettings, server_class: type[Server] = Server) -> None:
+    """Serves `app` until the process is terminated; open requests get 5 seconds to finish.
+
+    Raises what the app raises when it starts.
+    """
     server = server_class(server_config(app, settings))
     inherited = settings.listen_fd
     sockets = None if inherited is None else [socket.socket(fileno=inherited)]
     with suppress(KeyboardInterrupt):
         server.run(sockets)
-    if not server.started:
-        sys.exit(STARTUP_FAILED)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import (
@@ -39,7 +38,7 @@ from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.problems import install_problem_handlers, problem_response
 from services.common.process import hide_memory, run_until_error
-from services.common.serve import serve
+from services.common.serve import Server, serve
 from services.verifier.api.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest
 from services.verifier.pool import Batch, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.requests import (
@@ -221,7 +220,7 @@ def _request_schema() -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Drains the pool before it stops listening, so that new requests get 503 meanwhile."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -232,7 +231,7 @@ class _Server(uvicorn.Server):
 
         def drain() -> None:
             pool.drain(DRAIN_TIMEOUT_S)
-            uvicorn.Server.handle_exit(self, sig, frame)
+            Server.handle_exit(self, sig, frame)
 
         threading.Thread(target=drain, name="drain", daemon=True).start()
 

@@ -8,10 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sqlalchemy import select
+from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from services.buffer.api import wire
+from services.buffer.database import describe_outage
 from services.buffer.queries import metrics
 from services.buffer.routes.common import LARGEST
 from services.buffer.runs import tokens
@@ -41,7 +42,7 @@ def health() -> dict[str, str]:
 
 @health_router.get("/readyz", responses={503: {"model": wire.Readiness}})
 def readyz(service: ServiceDep, response: Response) -> wire.Readiness:
-    """Checks that Postgres and the object store answer; 503 while one of them does not."""
+    """Checks that Postgres takes writes and that the object store answers; 503 otherwise."""
     database, store = _check_database(service), _check_object_store(service)
     ready = database == store == "ok"
     response.status_code = 200 if ready else 503
@@ -54,22 +55,27 @@ def show_metrics(service: ServiceDep) -> Response:
 
     Those of the runs are absent while the database does not answer.
     """
-    text = generate_latest()
+    page = generate_latest()
     try:
         with service.sessions() as session:
-            text += metrics.run_metrics(session)
+            page += metrics.run_metrics(session)
     except SQLAlchemyError as error:
         log.warning("the metrics of the runs are left out: %s", error)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 def _check_database(service: Service) -> str:
     try:
         with service.sessions() as session:
-            session.execute(select(1))
+            read_only = session.scalar(text("show transaction_read_only")) == "on"
+            if read_only:
+                session.connection().invalidate()
     except SQLAlchemyError as error:
-        return f"does not answer: {type(error).__name__}"
-    return "ok"
+        return f"does not answer: {describe_outage(error)}"
+    if read_only:
+        return "takes no writes: it is a standby, or is being replaced"
+    full = service.outages.full()
+    return "ok" if full is None else f"has refused a write: {full}"
 
 
 def _check_object_store(service: Service) -> str:

@@ -65,7 +65,7 @@ def test_up_down_up(database: str) -> None:
     engine = create_engine(database)
     assert set(Base.metadata.tables) <= set(inspect(engine).get_table_names())
     downgrade(database, "base")
-    assert set(inspect(engine).get_table_names()) == {"alembic_version"}
+    assert set(inspect(engine).get_table_names()) == {"bapo_version"}
     upgrade(database)
     assert set(Base.metadata.tables) <= set(inspect(engine).get_table_names())
     engine.dispose()
@@ -79,7 +79,7 @@ def test_migrations_and_tables_agree(database: str) -> None:
 def test_a_newer_schema_is_refused(database: str) -> None:
     upgrade(database)
     with psycopg.connect(plain(database), autocommit=True) as connection:
-        connection.execute("update alembic_version set version_num = '9999'")
+        connection.execute("update bapo_version set version_num = '9999'")
     with pytest.raises(BapoError, match=r"schema revision 9999, .* a newer version has migrated"):
         upgrade(database)
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from services.common import http
-from services.common.errors import ServiceUnavailable
+from services.common.errors import UNFORESEEN, ServiceError, ServiceUnavailable
 from services.common.http import HttpClient
 
 
@@ -37,3 +37,52 @@ def test_a_short_outage_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ServiceUnavailable):
         make_client([503], 0.2).call("GET", "/v1/runs")
     assert not caplog.records
+
+
+def problem(status: int, detail: str, kind: str = "about:blank") -> httpx.Response:
+    return httpx.Response(
+        status,
+        json={"type": kind, "title": "Title", "status": status, "detail": detail},
+        headers={"content-type": "application/problem+json"},
+    )
+
+
+def answering(answers: list[httpx.Response], give_up_s: float) -> HttpClient:
+    """Makes a client whose requests get these answers, and then the last one for ever."""
+    client = HttpClient("buffer service", "http://buffer", "token", give_up_s=give_up_s)
+    transport = httpx.MockTransport(lambda _: answers.pop(0) if len(answers) > 1 else answers[0])
+    client._client = httpx.Client(transport=transport, base_url="http://buffer")
+    return client
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (httpx.Response(500, text="Internal Server Error"), "HTTP 500"),
+        (problem(500, "an unforeseen KeyError", UNFORESEEN), "HTTP 500: an unforeseen KeyError"),
+    ],
+)
+def test_an_unforeseen_failure_is_repeated_and_said(
+    failure: httpx.Response, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = answering([failure, failure, httpx.Response(200)], 900.0)
+    assert client.call("PUT", "/v1/runs/r/checkpoints/2").is_success
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == (
+        f"the buffer service at http://buffer failed at PUT /v1/runs/r/checkpoints/2 ({reason}); "
+        "the call is repeated for up to 900 s"
+    )
+
+
+def test_a_failure_that_the_service_foresaw_is_not_repeated() -> None:
+    client = answering(
+        [problem(500, "task mine: verify raised KeyError"), httpx.Response(200)], 9.0
+    )
+    with pytest.raises(ServiceError, match="verify raised KeyError"):
+        client.call("GET", "/v1/runs")
+
+
+def test_the_end_of_an_outage_that_lasts_names_the_services_reason() -> None:
+    client = answering([problem(503, "the database cannot serve the call: disk full")], 0.2)
+    with pytest.raises(ServiceUnavailable, match=r"HTTP 503: the database .*: disk full\); see"):
+        client.call("GET", "/v1/runs")

@@ -1,0 +1,143 @@
+"""The database goes away and comes back as another: calls get 503, and work again by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from services.stack.stack import Endpoints
+from services.stack.supervisor import reserve_ports
+from tests.integration.support.driver import Driver, small_config
+from tests.outside.servers import (
+    BufferService,
+    Postgres,
+    await_true,
+    buffer_service,
+    open_directory,
+    plain,
+    postgres,
+)
+
+
+@pytest.fixture(scope="module")
+def admin(stack: Endpoints) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
+        connection.execute("create database failover")
+        yield connection
+        connection.execute("drop database failover with (force)")
+
+
+@pytest.fixture(scope="module")
+def service(
+    stack: Endpoints, admin: psycopg.Connection, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[BufferService]:
+    url = stack.database_url.replace("/postgres?", "/failover?")
+    with buffer_service(stack, tmp_path_factory.mktemp("failover"), database_url=url) as service:
+        yield service
+
+
+def test_a_demoted_server_is_left_for_the_primary(
+    service: BufferService, admin: psycopg.Connection
+) -> None:
+    """A setting of the database stands for the server that has become a standby."""
+    assert service.create_token().status_code == 201
+    admin.execute("alter database failover set default_transaction_read_only = on")
+    admin.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname='failover'")
+    answer = service.create_token()
+    assert answer.status_code == 503
+    assert "read-only" in answer.json()["detail"]
+    assert "the address leads to the primary" in answer.json()["detail"]
+    status, body = service.ready()
+    assert status == 503
+    assert "read-only" in body
+    admin.execute("alter database failover reset default_transaction_read_only")
+    assert service.create_token().status_code == 201
+    assert service.ready()[0] == 200
+
+
+def backends(connection: psycopg.Connection) -> set[int]:
+    """Returns the ids of the server's processes for other connections to this database."""
+    rows = connection.execute(
+        "select pid from pg_stat_activity"
+        " where datname = current_database() and pid <> pg_backend_pid()"
+    )
+    return {pid for (pid,) in rows}
+
+
+def test_connections_that_have_become_read_only_are_dropped(
+    service: BufferService, admin: psycopg.Connection
+) -> None:
+    """They stay open behind a proxy, and a read that asks whether they live succeeds."""
+    url = plain(service.endpoints.database_url)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "create function refuse() returns trigger language plpgsql as $$ begin raise exception"
+            " 'cannot execute INSERT in a read-only transaction' using errcode = '25006'; end $$"
+        )
+        connection.execute(
+            "create trigger refuse before insert on api_token execute function refuse()"
+        )
+        before = backends(connection)
+        assert service.create_token().status_code == 503
+        connection.execute("drop function refuse cascade")
+        assert service.create_token().status_code == 201
+        assert before
+        assert not before & backends(connection)
+
+
+def test_a_full_disk_is_said_and_the_service_is_not_ready(service: BufferService) -> None:
+    """Postgres raises the error by a trigger, because a test cannot fill its disk."""
+    with psycopg.connect(plain(service.endpoints.database_url), autocommit=True) as connection:
+        connection.execute(
+            "create function fill() returns trigger language plpgsql as $$ begin raise exception"
+            " 'could not extend file \"base/5/16384\": No space left on device'"
+            " using errcode = 'disk_full'; end $$"
+        )
+        connection.execute("create trigger fill before insert on api_token execute function fill()")
+        answer = service.create_token()
+        assert answer.status_code == 503
+        assert "No space left on device; free or add space" in answer.json()["detail"]
+        status, body = service.ready()
+        assert status == 503
+        assert "No space left on device" in body
+        connection.execute("drop function fill cascade")
+        assert service.create_token().status_code == 201
+        await_true(lambda: service.ready()[0] == 200, "the service is ready again")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Postgres, Postgres]]:
+    """Yields a primary and its standby."""
+    with (
+        postgres() as primary,
+        open_directory() as directory,
+        reserve_ports(1) as (port,),
+    ):
+        standby = Postgres(directory, port)
+        standby.copy(primary)
+        standby.start()
+        try:
+            yield primary, standby
+        finally:
+            standby.stop()
+
+
+def test_a_run_goes_on_with_the_standby_that_was_promoted(
+    stack: Endpoints, pair: tuple[Postgres, Postgres], tmp_path: Path
+) -> None:
+    primary, standby = pair
+    hosts = "&".join(f"host=127.0.0.1:{server.port}" for server in pair)
+    url = f"postgresql+psycopg://postgres@/postgres?{hosts}"
+    with buffer_service(stack, tmp_path, database_url=url) as service:
+        driver = Driver(service.endpoints, small_config("failover"))
+        driver.run_step(1)
+        primary.demote()
+        assert service.create_token().status_code == 503
+        assert service.ready()[0] == 503
+        standby.promote()
+        driver.run_step(2)
+        assert driver.client.run_state().current_step == 2
+        assert service.ready()[0] == 200
