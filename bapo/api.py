@@ -117,7 +117,8 @@ def evaluate(
 ) -> pandas.DataFrame:
     """Measures the accuracy of a model on the evaluation sets of a configuration.
 
-    Returns a row for each set: its accuracy, and mean@n, pass@k and maj@k. No service is needed.
+    Returns a row for each set: its accuracy and mean reward, and mean@n, pass@k and maj@k. No
+    service is needed.
 
     model: a model directory, `tiny`, or an address such as `hf://organisation/name`. config,
     changes, reward, keys: as for `train`.
@@ -134,6 +135,7 @@ def evaluate(
             "set": evaluation.evaluation_set,
             "prompts": evaluation.prompts,
             "accuracy": evaluation.mean_accuracy,
+            "reward": evaluation.mean_reward,
             **{f"{score.metric}@{score.k}": score.value for score in evaluation.scores},
         }
         for evaluation in evaluations

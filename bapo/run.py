@@ -127,7 +127,8 @@ class Run:
         """
         target = Path(directory)
         client = self.client
-        kept = select_checkpoints(self.name, client.checkpoints(), step=step, best=best)
+        task = client.run_state().config.task if best else None
+        kept = select_checkpoints(self.name, client.checkpoints(), step=step, best_of=task)
         config = client.run_state().config
         export_checkpoint(config, kept[0], target, lambda: ObjectStore(self.endpoints.object_store))
         return target

@@ -20,6 +20,9 @@ JOURNAL_INTERVAL_S = 1.0
 """The default of `rollout.engine.journal_interval_s` where there is a journal."""
 
 
+EvaluationMeasure = Literal["accuracy", "reward"]
+
+
 class ModelConfig(Section):
     """The initial model, which is policy version 1."""
 
@@ -82,6 +85,24 @@ class TaskConfig(Section):
     def arguments(self) -> dict[str, Any]:
         """The arguments of the task's constructor: `options`, or `reward`."""
         return dict(self.options) if self.reward is None else {"reward": self.reward}
+
+    @property
+    def measure(self) -> EvaluationMeasure:
+        """What evaluations of the task are compared by: the mean reward of a reward function, or
+        else the mean accuracy.
+
+        A reward function has no notion of a correct response, unless `solved_at` gives it one.
+        """
+        no_notion = self.reward is not None and self.solved_at is None
+        return "reward" if no_notion else "accuracy"
+
+    def rank(self, *, accuracy: float, reward: float) -> tuple[float, float]:
+        """Returns what orders evaluations from the worst to the best: `measure`, then the reward.
+
+        accuracy, reward: means over the responses. Of equal accuracies, the reward decides, so that
+        it also does for a task class that calls no response correct.
+        """
+        return (reward if self.measure == "reward" else accuracy), reward
 
     @model_validator(mode="before")
     @classmethod

@@ -45,7 +45,8 @@ class CheckpointConfig(Section):
     """Number of latest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
     """Number of further checkpoints to keep, which are those with the best evaluations on the set
-    `evaluation.primary`."""
+    `evaluation.primary`: by accuracy, or by reward if the task is a reward function without
+    `task.solved_at`."""
 
 
 class TrainerConfig(Section):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_core.config import RunConfig
+from bapo_core.config.rollouts import TaskConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.common.objectstore import ObjectStore
@@ -21,27 +22,27 @@ def select_checkpoints(
     kept: Sequence[wire.CheckpointView],
     *,
     step: int | None = None,
-    best: bool = False,
+    best_of: TaskConfig | None = None,
 ) -> Sequence[wire.CheckpointView]:
     """Returns the selected checkpoints of those that a run keeps, newest first.
 
-    step: the step of the one to select, or None for all. best: whether to select the one with the
-    best evaluation alone.
+    step: the step of the one to select, or None for all. best_of: the task of the run, to select
+    the one with the best evaluation alone.
 
     Raises `BapoError` when there is none.
     """
-    if best:
-        evaluated = [
-            (checkpoint.accuracy, checkpoint.step, checkpoint)
+    if best_of is not None:
+        ranked = [
+            (best_of.rank(accuracy=checkpoint.accuracy, reward=checkpoint.reward), checkpoint)
             for checkpoint in kept
-            if checkpoint.accuracy is not None
+            if checkpoint.accuracy is not None and checkpoint.reward is not None
         ]
-        if not evaluated:
+        if not ranked:
             raise BapoError(
                 f"no checkpoint of run {run!r} was evaluated; set checkpoint.keep_best in the "
                 "configuration to keep those with the best evaluations"
             )
-        return [max(evaluated)[2]]
+        return [max(ranked, key=lambda pair: (pair[0], pair[1].step))[1]]
     selected = [checkpoint for checkpoint in kept if step in (None, checkpoint.step)]
     if not selected:
         steps = ", ".join(str(checkpoint.step) for checkpoint in kept)

@@ -1201,6 +1201,8 @@ class CheckpointView(Wire):
     accuracy: float | None
     """Mean accuracy of these weights on the held-out prompts, from 0 to 1; null if they were not
     evaluated."""
+    reward: float | None = None
+    """Mean reward of their responses to the held-out prompts; null if they were not evaluated."""
 
 
 class SpanView(Wire):

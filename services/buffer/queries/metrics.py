@@ -57,6 +57,11 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
         "Mean accuracy of the last evaluation on a set",
         labels=["run", "evaluation_set"],
     )
+    held_out_rewards = GaugeMetricFamily(
+        "bapo_held_out_reward",
+        "Mean reward of the last evaluation on a set",
+        labels=["run", "evaluation_set"],
+    )
     last_event = func.greatest(StepRecord.committed_at, Run.queued_at, Run.created_at)
     rows = session.execute(
         select(
@@ -78,15 +83,21 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
         if mean_reward is not None:
             rewards.add_metric([name], mean_reward)
     last_evaluations = (
-        select(Run.name, EvaluationRecord.evaluation_set, EvaluationRecord.mean_accuracy)
+        select(
+            Run.name,
+            EvaluationRecord.evaluation_set,
+            EvaluationRecord.mean_accuracy,
+            EvaluationRecord.mean_reward,
+        )
         .join(Run, Run.id == EvaluationRecord.run_id)
         .where(Run.status.in_(OPEN_STATUSES))
         .distinct(Run.name, EvaluationRecord.evaluation_set)
         .order_by(Run.name, EvaluationRecord.evaluation_set, EvaluationRecord.version.desc())
     )
-    for name, evaluation_set, accuracy in session.execute(last_evaluations):
+    for name, evaluation_set, accuracy, reward in session.execute(last_evaluations):
         accuracies.add_metric([name, evaluation_set], accuracy)
-    yield from (steps, ages, rewards, accuracies)
+        held_out_rewards.add_metric([name, evaluation_set], reward)
+    yield from (steps, ages, rewards, accuracies, held_out_rewards)
 
 
 def _replica_family(session: Session) -> GaugeMetricFamily:

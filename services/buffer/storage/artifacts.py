@@ -247,15 +247,15 @@ def latest_checkpoint(run: Run) -> wire.StoredVersion | None:
 
 
 def list_checkpoints(run: Run) -> list[wire.CheckpointView]:
-    """Returns the kept checkpoints, newest first, with the accuracy of their weights on the
-    primary evaluation set."""
+    """Returns the kept checkpoints, newest first, with the accuracy and the reward of their weights
+    on the primary evaluation set."""
     evaluation_of_weights = and_(
         EvaluationRecord.run_id == Checkpoint.run_id,
         EvaluationRecord.version == Checkpoint.step + 1,
         EvaluationRecord.evaluation_set == run.config.primary_set,
     )
     rows = run.session.execute(
-        select(Checkpoint, EvaluationRecord.mean_accuracy)
+        select(Checkpoint, EvaluationRecord.mean_accuracy, EvaluationRecord.mean_reward)
         .outerjoin(EvaluationRecord, evaluation_of_weights)
         .where(Checkpoint.run_id == run.id)
         .order_by(Checkpoint.step.desc())
@@ -267,8 +267,9 @@ def list_checkpoints(run: Run) -> list[wire.CheckpointView]:
             manifest_digest=row.manifest_digest,
             created_at=row.created_at,
             accuracy=accuracy,
+            reward=reward,
         )
-        for row, accuracy in rows.tuples()
+        for row, accuracy, reward in rows.tuples()
     ]
 
 
@@ -315,19 +316,22 @@ def _best_or_pending(run: Run, steps: Sequence[int]) -> list[int]:
     if not run.config.checkpoint.keep_best:
         return []
     rows = run.session.execute(
-        select(EvaluationRecord.version, EvaluationRecord.mean_accuracy).where(
+        select(
+            EvaluationRecord.version, EvaluationRecord.mean_accuracy, EvaluationRecord.mean_reward
+        ).where(
             EvaluationRecord.run_id == run.id,
             EvaluationRecord.evaluation_set == run.config.primary_set,
         )
     )
-    accuracy = {version - 1: mean_accuracy for version, mean_accuracy in rows.tuples()}
-    best_first = sorted(
-        accuracy.keys() & steps, key=lambda step: (accuracy[step], step), reverse=True
-    )
+    ranks = {
+        version - 1: run.config.task.rank(accuracy=accuracy, reward=reward)
+        for version, accuracy, reward in rows.tuples()
+    }
+    best_first = sorted(ranks.keys() & steps, key=lambda step: (ranks[step], step), reverse=True)
     pending = [
         step
         for step in steps
         if run.config.primary_set in run.config_at(step + 1).evaluation_sets_at(step + 1)
-        and step not in accuracy
+        and step not in ranks
     ]
     return [*best_first[: run.config.checkpoint.keep_best], *pending]

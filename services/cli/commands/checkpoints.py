@@ -49,7 +49,8 @@ def checkpoints(
     client = connect(run)
     kept: Sequence[wire.CheckpointView] = client.checkpoints()
     if verify or export is not None or best or step is not None:
-        kept = select_checkpoints(run, kept, step=step, best=best)
+        task = client.run_state().config.task if best else None
+        kept = select_checkpoints(run, kept, step=step, best_of=task)
     if verify:
         for checkpoint in kept:
             _verify(checkpoint)
@@ -63,11 +64,12 @@ def checkpoints(
             checkpoint.step,
             checkpoint.created_at.isoformat(timespec="seconds"),
             "" if checkpoint.accuracy is None else f"{checkpoint.accuracy:.3f}",
+            "" if checkpoint.reward is None else f"{checkpoint.reward:.3f}",
             checkpoint.uri,
         )
         for checkpoint in kept
     ]
-    columns = ["step", "created", "accuracy", "objects"]
+    columns = ["step", "created", "accuracy", "reward", "objects"]
     show(kept, columns, rows, as_json=as_json, empty=f"run {run!r} keeps no checkpoint yet")
 
 

@@ -511,6 +511,7 @@ def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:
 
 def test_prometheus_reads_the_state_of_open_runs(account: Account) -> None:
     client = account.client
+    client.post_groups(1, "evaluation", encode_groups(account.driver.groups(1, "evaluation")))
     client.report_replica(
         "r0",
         wire.ReplicaReport(
@@ -537,6 +538,10 @@ def test_prometheus_reads_the_state_of_open_runs(account: Account) -> None:
     bins = client.steps(after=STEPS - 1)[0].bins
     reward = sum(k * count for k, count in enumerate(bins)) / (SIZE * sum(bins))
     assert before["bapo_mean_reward"][("queries",)] == pytest.approx(reward)
+    newest = client.evaluations()[-1]
+    held_out = ("test", "queries")  # labels by their names
+    assert before["bapo_held_out_accuracy"][held_out] == pytest.approx(newest.mean_accuracy)
+    assert before["bapo_held_out_reward"][held_out] == pytest.approx(newest.mean_reward)
     client.stop()
     after = read()
     assert ("queries",) not in after["bapo_current_step"]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bapo_core.config import RunConfig
 from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
+from services.cli.checkpoints import select_checkpoints
+from services.cli.reward_files import pin_reward, store_reward
+from services.datasets import DataSources, prepare_run
+from services.model.resolve import TINY_MODEL
 from services.stack.stack import Endpoints
 from tests.integration.support.driver import Driver, small_config
 
@@ -138,3 +146,57 @@ def test_replay_of_mixed_groups_has_those_whose_rewards_differ(stack: Endpoints)
         "0 of 4 correct at step 1, with rewards from 0.25 to 1.25, with different rewards "
         "(replay.select = mixed)"
     )
+
+
+def create_with_reward_function(client: BufferClient, config: RunConfig) -> None:
+    store_reward(config, client)
+    client.create_run(prepare_run(config, TINY_MODEL, DataSources(), client, show=lambda _: None))
+
+
+@pytest.mark.parametrize("solved_at", [None, 1.0])
+def test_the_best_checkpoints_of_a_reward_function_are_those_with_the_highest_rewards(
+    stack: Endpoints,
+    solved_at: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a threshold, responses are correct or wrong, and the accuracy decides."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def score(completions, **columns): ...")
+    rows = [json.dumps({"prompt": f"{number}+1="}) for number in range(12)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:8]))
+    (tmp_path / "test.jsonl").write_text("\n".join(rows[8:]))
+    name = "best-reward" if solved_at is None else "best-accuracy"
+    config = small_config(
+        name,
+        task={
+            "reward": "rewards.py:score",
+            "solved_at": solved_at,
+            "train_path": "train.jsonl",
+            "test_path": "test.jsonl",
+        },
+        evaluation={"every": 2},
+        checkpoint={"every": 2, "keep": 1, "keep_best": 1},
+    )
+    driver = Driver(stack, pin_reward(config), create_with_reward_function)
+    # Version v holds the weights after v - 1 steps.
+    evaluations = {2: (True, 1.0), 4: (False, 2.0)}
+    for step in range(1, 6):
+        driver.run_step(step)
+        if step % 2:
+            driver.client.record_checkpoint(step, "a" * 64)
+        if step in evaluations:
+            correct, reward = evaluations[step]
+            groups = [
+                with_rewards(group, (reward,) * 4, correct=correct)
+                for group in driver.groups(step, "evaluation")
+            ]
+            driver.client.post_groups(step, "evaluation", encode_groups(groups))
+    kept = driver.client.checkpoints()
+    best, scores = (3, (0.0, 2.0)) if solved_at is None else (1, (1.0, 1.0))
+    assert {view.step: (view.accuracy, view.reward) for view in kept} == {
+        5: (None, None),
+        best: scores,
+    }
+    task = driver.client.run_state().config.task
+    assert [view.step for view in select_checkpoints(name, kept, best_of=task)] == [best]

@@ -824,3 +824,26 @@ def test_groups_are_replayed_up_to_the_last_step_of_replay() -> None:
     assert not config.replays_at(51)
     assert load_config(None, []).replays_at(471)
     assert not load_config(None, ["replay=off"]).replays_at(1)
+
+
+@pytest.mark.parametrize(
+    ("task", "best"),
+    [
+        ({"reward": "rewards.py:score"}, "high reward"),
+        ({"reward": "rewards.py:score", "solved_at": 1.0}, "more correct"),
+        ({"name": "math"}, "more correct"),
+    ],
+)
+def test_evaluations_are_ranked_by_the_measure_of_the_task(task: dict[str, Any], best: str) -> None:
+    settings = config_from({"task": {"train_path": "a", "test_path": "b", **task}}).task
+    evaluations = {
+        "more correct": (0.5, 1.0),
+        "high reward": (0.25, 2.0),
+        "low reward": (0.25, -1.0),
+    }
+    ranks = {
+        name: settings.rank(accuracy=accuracy, reward=reward)
+        for name, (accuracy, reward) in evaluations.items()
+    }
+    assert max(ranks, key=lambda name: ranks[name]) == best
+    assert ranks["high reward"] > ranks["low reward"], "of equal accuracies, the reward decides"
