@@ -27,6 +27,7 @@ from bapo_core.tasks.function import FunctionTask
 from bapo_core.tasks.geometry import GeometryTask
 from bapo_core.tasks.mathematics import MathTask
 from bapo_core.tasks.reasoning_gym import ReasoningGymTask
+from bapo_core.tasks.sorting import SortingTask
 
 __all__ = [
     "ENTRY_POINTS",
@@ -53,6 +54,7 @@ _TASKS: dict[str, Callable[..., Task]] = {
     "geometry": GeometryTask,
     "math": MathTask,
     "reasoning_gym": ReasoningGymTask,
+    "sorting": SortingTask,
 }
 
 

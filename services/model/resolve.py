@@ -18,7 +18,13 @@ TINY_MODEL = Path(__file__).with_name("tiny_model")
 """The tiny base model, which `make tiny-models` trains with seed 0."""
 TINY_VISION_MODEL = Path(__file__).with_name("tiny_vision_model")
 """The tiny base model that reads images, from the same recipes."""
-BUNDLED_MODELS = {"tiny": TINY_MODEL, "tiny-vision": TINY_VISION_MODEL}
+TINY_SORTING_MODEL = Path(__file__).with_name("tiny_sorting_model")
+"""The tiny base model that sorts digits, from the same recipes."""
+BUNDLED_MODELS = {
+    "tiny": TINY_MODEL,
+    "tiny-sorting": TINY_SORTING_MODEL,
+    "tiny-vision": TINY_VISION_MODEL,
+}
 """Directories of the models that come with bapo, by the `model.path` that stands for them."""
 
 
@@ -79,7 +85,8 @@ def find_model(
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"model.path {path} is not a model directory: it has no config.json; give a Hugging "
-            "Face directory, hf://organisation/name, s3://bucket/prefix, `tiny` or `tiny-vision`"
+            "Face directory, hf://organisation/name, s3://bucket/prefix, or one of "
+            f"{', '.join(BUNDLED_MODELS)}"
         )
     return directory
 

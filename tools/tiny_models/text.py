@@ -9,7 +9,7 @@ with a tail of hard prompts.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -62,7 +62,8 @@ def build_tiny_model(
     """
     with write_directory(directory) as partial:
         tokenizer = build_tokenizer()
-        model = _warm_start(tokenizer, seed, steps, task, progress)
+        examples = _examples(tokenizer, task, derive_rng(seed, "tiny", "examples"))
+        model = warm_start(tokenizer, examples, "tiny", seed=seed, steps=steps, progress=progress)
         model.save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)
 
@@ -95,22 +96,27 @@ def model_config(vocabulary_size: int) -> Qwen3Config:
     )
 
 
-def _warm_start(
+def warm_start(
     tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[tuple[list[int], list[int]]],
+    name: str,
+    *,
     seed: int,
     steps: int,
-    task: CountdownTask,
     progress: Progress | None,
 ) -> Qwen3ForCausalLM:
+    """Trains a model of random weights on (prompt, response) token ids.
+
+    name: name of the model, which determines the weights together with the seed.
+    """
     with two_threads():
         with torch.random.fork_rng():
-            torch.manual_seed(derive_seed(seed, "tiny", "weights"))
+            torch.manual_seed(derive_seed(seed, name, "weights"))
             model = Qwen3ForCausalLM(model_config(len(tokenizer)))
         model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
             eos_token_id=1, pad_token_id=0
         )
-        examples = _examples(tokenizer, task, derive_rng(seed, "tiny", "examples"))
-        order = derive_rng(seed, "tiny", "order")
+        order = derive_rng(seed, name, "order")
         done = count(1)
 
         def losses() -> Iterator[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 
-from bapo_core.config import PRESETS, ConfigError, config_from, load_config
+from bapo_core.config import PRESETS, ConfigError, config_from, flatten, load_config
 from services.cli.variants import (
     Variant,
     algorithm_variant,
@@ -184,3 +185,28 @@ def test_keys_that_contradict_the_algorithm_are_kept_when_given_again(tmp_path: 
     assert (config.algorithm, config.sync.every) == ("grpo", 3)
     # No preset sets the learning rate, and bapo_without_x3 does not set sync.every.
     assert load_config(file, ["algorithm=bapo_without_x3"]).sync.every == 3
+
+
+def test_each_rung_of_the_ladder_turns_one_switch_and_the_last_one_is_bapo() -> None:
+    variants = read_variants("examples/variants/ladder.yaml")
+    runs = plan_runs("examples/sorting.yaml", [], variants, [1])
+    assert [warning for run in runs for warning in run.config.warnings()] == []
+    values = [flatten(run.config.model_dump(exclude={"name"})) for run in runs]
+    changes = [
+        {key for key in {*before, *after} if before.get(key) != after.get(key)}
+        for before, after in pairwise(values)
+    ]
+    loss, *switches = changes
+    assert {key.split(".")[0] for key in loss} == {"algorithm", "kl", "loss"}
+    assert [{key.split(".")[0] for key in changed} for changed in switches] == [
+        {"fresh"},
+        {"replay"},
+        {"reevaluate"},
+        {"sync"},
+    ]
+    assert runs[0].config == load_config(
+        "examples/sorting.yaml", ["algorithm=grpo", "seed=1", f"name={runs[0].config.name}"]
+    )
+    assert runs[-1].config == load_config(
+        "examples/sorting.yaml", ["algorithm=bapo", "seed=1", f"name={runs[-1].config.name}"]
+    )

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_core.errors import BapoError
+from services.model.resolve import BUNDLED_MODELS
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from tools.tiny_models import text as tiny
+from tools.tiny_models.sorting import build_tiny_sorting_model
 
 TEXT = "3 7 25=46:(3*7)+25-4/1"
 
@@ -129,3 +131,18 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="interrupted"):
         tiny.build_tiny_model(tmp_path / "model", seed=5, steps=2, progress=fail)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_sorting_model_is_a_seeds_and_knows_its_prompts(tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    for directory in (first, again):
+        build_tiny_sorting_model(directory, seed=0, steps=2)
+    weights, same = (load_file(each / "model.safetensors") for each in (first, again))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    bundled = load_file(BUNDLED_MODELS["tiny-sorting"] / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in bundled.items()} == {
+        name: tensor.shape for name, tensor in weights.items()
+    }
+    for directory in (first, BUNDLED_MODELS["tiny-sorting"]):
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        assert tokenizer.decode(tokenizer.encode("0918273645=")) == "0918273645="

@@ -1,0 +1,94 @@
+"""Sorting asks for the digits of a number in ascending order: `83125=` -> `12358`.
+
+A payload is {"digits": text of 1 to 24 digits}. Longer numbers are harder, so that a model that
+knows the short ones has prompts of every difficulty.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bapo_core.seeding import derive_rng
+from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, draw_distinct
+
+MAX_LENGTH = 24
+"""Most digits of a problem."""
+
+
+@dataclass(frozen=True, slots=True)
+class SortingTask:
+    """Sorting with a distribution of generated problems."""
+
+    name: ClassVar[str] = "sorting"
+    columns: ClassVar[Sequence[str]] = ("digits",)
+
+    min_length: int = 4
+    """Fewest digits of a generated problem."""
+    max_length: int = 10
+    """Most digits of a generated problem; all lengths are equally likely."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_length <= self.max_length <= MAX_LENGTH:
+            raise ValueError(
+                f"min_length is {self.min_length} and max_length {self.max_length}; give "
+                f"1 <= min_length <= max_length <= {MAX_LENGTH}"
+            )
+
+    def uid(self, payload: Payload) -> str:
+        return f"sorting:{payload['digits']}"
+
+    def render(self, payload: Payload) -> list[Message]:
+        return [{"role": "user", "content": f"{payload['digits']}="}]
+
+    def verify(self, payload: Payload, response: str) -> Verdict:
+        digits = payload["digits"]
+        answer = response.strip()
+        if answer == "".join(sorted(digits)):
+            return Verdict(1.0, VerdictStatus.OK, answer)
+        if not (answer.isascii() and answer.isdigit()):
+            return Verdict(0.0, VerdictStatus.PARSE_ERROR, None, "the answer is not digits alone")
+        return Verdict(
+            0.0, VerdictStatus.WRONG_VALUE, answer[: 2 * MAX_LENGTH], "not the sorted digits"
+        )
+
+    def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
+        digits = row["digits"]
+        if not (
+            isinstance(digits, str)
+            and digits.isascii()
+            and digits.isdigit()
+            and len(digits) <= MAX_LENGTH
+        ):
+            raise ValueError(f"digits is {digits!r}; give a text of 1 to {MAX_LENGTH} digits")
+        return {"digits": digits}
+
+    def demonstrate(self, payload: Payload) -> str:
+        return "".join(sorted(payload["digits"]))
+
+    def generate(self, seed: int, n: int) -> list[Payload]:
+        return self._draw(derive_rng(seed, "sorting", "train"), n, set())
+
+    def generate_split(
+        self, seed: int, *, train: int, test: int
+    ) -> tuple[list[Payload], list[Payload]]:
+        seen: set[str] = set()
+        held_out = self._draw(derive_rng(seed, "sorting", "test"), test, seen)
+        return self._draw(derive_rng(seed, "sorting", "train"), train, seen), held_out
+
+    def random_digits(self, rng: random.Random) -> str:
+        """Draws the digits of a problem."""
+        length = rng.randint(self.min_length, self.max_length)
+        return "".join(rng.choice("0123456789") for _ in range(length))
+
+    def _draw(self, rng: random.Random, n: int, seen: set[str]) -> list[Payload]:
+        """Draws n problems whose uids are not in `seen`, and adds their uids to it."""
+
+        def draw() -> tuple[str, Payload]:
+            problem = {"digits": self.random_digits(rng)}
+            return self.uid(problem), problem
+
+        options = f"lengths {self.min_length} to {self.max_length}; raise max_length"
+        return draw_distinct(draw, n, seen, options)
