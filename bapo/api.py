@@ -19,7 +19,7 @@ from services.cli.console import plain_console
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.reward_files import pin_reward
 from services.cli.service import open_local_object_store
-from services.common.local_hosts import bypass_proxies
+from services.common.proxies import bypass_proxies
 from services.datasets import pin_revisions
 from services.model.resolve import ensure_model, find_model, pin_model
 from services.stack import DEFAULT_PORT

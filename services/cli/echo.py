@@ -8,10 +8,12 @@ characters; ruff refuses the functions of click and `print`.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import click
 
 from services.common.printable import escape_controls
+from services.common.redaction import format_redacted, redact
 
 
 def echo(message: object = "", *, err: bool = False, nl: bool = True, bold: bool = False) -> None:
@@ -23,14 +25,20 @@ def echo(message: object = "", *, err: bool = False, nl: bool = True, bold: bool
 
 
 class _PlainRecord(logging.LogRecord):
-    """A log record whose message has its control characters escaped."""
+    """A log record whose message has its control characters escaped, and no secrets."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if self.exc_info and self.exc_info[1] is not None:
+            # A formatter uses this text instead of formatting the exception itself.
+            self.exc_text = escape_controls(format_redacted(self.exc_info[1]).rstrip())
 
     def getMessage(self) -> str:
-        return escape_controls(super().getMessage())
+        return escape_controls(redact(super().getMessage()))
 
 
 def escape_logs() -> None:
-    """Escapes control characters in what libraries log in this process from now on.
+    """Removes secrets, and escapes control characters, in what libraries log from now on.
 
     transformers, for example, warns of the type of a model in the words of its directory.
     """

@@ -14,8 +14,9 @@ from services import VERSION
 from services.cli.echo import echo, escape_logs
 from services.cli.lazy import Lazy, LazyGroup
 from services.common.errors import ServiceError
-from services.common.local_hosts import bypass_proxies
 from services.common.process import hide_memory
+from services.common.proxies import bypass_proxies
+from services.common.redaction import redact, redact_tracebacks
 
 _IN = "services.cli.commands"
 
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     bypass_proxies()
     escape_logs()
+    redact_tracebacks()
     hide_memory()
     try:
         code = bapo.main(arguments, prog_name="bapo", standalone_mode=False)
@@ -130,5 +132,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    echo(f"error: {' '.join(message.split())}", err=True)
+    echo(f"error: {redact(' '.join(message.split()))}", err=True)
     sys.exit(code)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import SecretStr, model_validator
+from pydantic import model_validator
 
-from services.common.settings import Address, Settings
+from services.common.settings import Address, Endpoint, Secret, Settings
 
 
 class CommandLineSettings(Settings):
@@ -18,9 +18,9 @@ class CommandLineSettings(Settings):
     buffer_url: Address | None = None
     """Address of the buffer service to ask, `http://host:port`; it requires `BAPO_TOKEN`. The stack
     in `BAPO_HOME` is asked unless set."""
-    token: SecretStr | None = None
+    token: Secret | None = None
     """Bearer token for the buffer service at `BAPO_BUFFER_URL`."""
-    s3_endpoint: Address | None = None
+    s3_endpoint: Endpoint | None = None
     """Address of that service's object store, for `bapo checkpoints`, `bapo profile` and
     `bapo audit`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""
 

@@ -11,11 +11,14 @@ import httpx
 
 from services.common.errors import (
     UNFORESEEN,
+    ServiceCallError,
     ServiceError,
     ServiceUnavailable,
     Superseded,
 )
-from services.common.local_hosts import LOCAL_HOSTS
+from services.common.http_options import client_options
+from services.common.proxies import LOCAL_HOSTS
+from services.common.redaction import redact, register_secret
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +57,14 @@ class HttpClient:
         """
         self.service, self.url = service, url
         self._give_up_s, self._busy_give_up_s = give_up_s, busy_give_up_s
+        register_secret(token)
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             # Below the 5 seconds after which our servers close an idle connection.
             limits=httpx.Limits(keepalive_expiry=2.0),
+            **client_options(url),
         )
 
     def close(self) -> None:
@@ -72,8 +77,8 @@ class HttpClient:
         Repeats it while nothing answers, and while the service answers 429 (honouring
         Retry-After), 502, 503 or 504, or 500 for a reason that it did not foresee, which is logged.
         Raises `ServiceUnavailable` when that lasts longer than the client's time-out for it,
-        `Superseded` when a newer attempt has taken over, and `ServiceError` on any other error
-        status.
+        `Superseded` when a newer attempt has taken over, `ServiceError` on any other error status,
+        and `ServiceCallError` for a call that cannot be sent at all.
         """
         outage_began: dict[float, float] = {}  # start of the current outage, by its time-out
         said = time.monotonic()
@@ -88,8 +93,13 @@ class HttpClient:
                 reason = f"HTTP {response.status_code}{_describe(response)}"
                 if response.status_code == 429:
                     give_up_after, wait = self._busy_give_up_s, _retry_after(response, pause)
+            except (httpx.LocalProtocolError, httpx.UnsupportedProtocol) as error:
+                raise ServiceCallError(
+                    f"the {self.service} at {self.url} cannot be called: {redact(str(error))}; "
+                    "check its address and its token"
+                ) from error
             except httpx.TransportError as error:
-                reason = str(error) or type(error).__name__
+                reason = redact(str(error)) or type(error).__name__
             # Counted from the first failure: the request before it may have taken minutes.
             began = outage_began.setdefault(give_up_after, time.monotonic())
             if reason.startswith("HTTP 500") and not failed:

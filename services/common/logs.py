@@ -10,6 +10,8 @@ from typing import Any
 
 from pythonjsonlogger.json import JsonFormatter
 
+from services.common.redaction import redact, redact_tracebacks
+
 
 class _Formatter(JsonFormatter):
     """Writes the fields that every line has, then those passed as `extra=`."""
@@ -17,6 +19,9 @@ class _Formatter(JsonFormatter):
     def __init__(self, component: str, run: str | None) -> None:
         super().__init__("%(message)s", rename_fields={"exc_info": "exception"})
         self._fields = {"component": component} | ({"run": run} if run else {})
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
     def add_fields(
         self,
@@ -41,7 +46,7 @@ def hide_progress_bars() -> None:
 
 
 def configure_logs(component: str) -> None:
-    """Sends the logs of this process to standard error, as JSON lines.
+    """Sends the logs of this process to standard error, as JSON lines without secrets.
 
     Each line names `component` and the run of the variable `BAPO_RUN`, which is set for every
     process that works for one run.
@@ -51,5 +56,6 @@ def configure_logs(component: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    redact_tracebacks()
     for noisy in ("httpx", "httpcore", "urllib3", "alembic", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -21,7 +21,6 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from minio import Minio
@@ -31,7 +30,10 @@ from minio.error import MinioException, S3Error
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-from bapo_core.errors import BapoError, TransientError
+from bapo_core.errors import BapoError, ConfigError, TransientError
+from services.common.http_options import check_certificates
+from services.common.proxies import proxy_for
+from services.common.redaction import redact
 from services.common.settings import ObjectStoreSettings
 
 Result = TypeVar("Result")
@@ -159,7 +161,10 @@ class _HttpsPool(HTTPSConnectionPool):
 
 
 def _connection_pool(endpoint: str, retries: int) -> urllib3.PoolManager:
-    """Returns connections to the server, through the proxy that the environment names for it."""
+    """Returns connections to the server, through the proxy that the environment names for it.
+
+    Raises `ConfigError` for a proxy that does not speak HTTP.
+    """
     options: dict[str, Any] = {
         "timeout": urllib3.Timeout(connect=CONNECT_WITHIN_S, read=ANSWER_WITHIN_S),
         "retries": urllib3.Retry(
@@ -167,11 +172,19 @@ def _connection_pool(endpoint: str, retries: int) -> urllib3.PoolManager:
         ),
         "maxsize": 16,
     }
-    url = urlsplit(endpoint)
-    proxy = getproxies().get(url.scheme)
-    pool = urllib3.PoolManager(**options)
-    if proxy is not None and not proxy_bypass(url.netloc):
+    if endpoint.startswith("https://"):
+        check_certificates()
+    proxy = proxy_for(endpoint)
+    if proxy is None:
+        pool = urllib3.PoolManager(**options)
+    elif proxy.startswith(("http://", "https://")):
         pool = urllib3.ProxyManager(proxy, **options)
+    else:
+        raise ConfigError(
+            f"the object store {endpoint} cannot be called through the proxy {redact(proxy)}, "
+            "which is none for HTTP; set HTTPS_PROXY or HTTP_PROXY to one that is, or add the "
+            "host to NO_PROXY"
+        )
     pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
     return pool
 

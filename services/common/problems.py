@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from bapo_core.errors import BapoError
 from services.common.errors import UNFORESEEN
+from services.common.redaction import redact
 
 
 class Problem(Exception):
@@ -56,8 +57,8 @@ def problem_response(
     kind: str = "about:blank",
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    """Returns a response with problem details (RFC 9457)."""
-    body = {"type": kind, "title": title, "status": status, "detail": detail}
+    """Returns a response with problem details (RFC 9457), without secrets."""
+    body = {"type": kind, "title": title, "status": status, "detail": redact(detail)}
     return JSONResponse(
         body, status_code=status, media_type="application/problem+json", headers=headers
     )

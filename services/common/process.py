@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bapo_core.errors import BapoError, TransientError
+from services.common.proxies import bypass_proxies
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +239,7 @@ def run_until_error(work: Callable[[], None]) -> None:
     Exits with 1 for a `BapoError`, which a restart does not fix (a wrong configuration, an unknown
     task), and with `EXIT_RETRYABLE` for a `TransientError` and for any unforeseen exception.
     """
+    bypass_proxies()
     try:
         work()
     except TransientError as error:

@@ -2,14 +2,17 @@
 
 Each process has one class below `Settings`. It names, types and describes its variables, and
 `load` reports everything that is missing or invalid in one error. Secrets are `SecretStr`, so that
-no log and no traceback shows them. `docs/environment.md` is generated from these classes.
+no log and no traceback shows them, and are registered for redaction: libraries get their values.
+White space around a value is removed, because `kubectl create secret --from-file` and
+`echo ... | base64` end each value with a newline. `docs/environment.md` is generated from these
+classes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -24,30 +27,95 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from bapo_core.errors import ConfigError
+from services.common.redaction import register_secret
 
 PREFIX = "BAPO_"
 
 
-def _refuse_credentials(address: str) -> str:
-    """Returns the address. Raises `ValueError` for one with a user or a password."""
-    if "@" in urlsplit(address).netloc:
+def _check_address(address: str) -> str:
+    """Returns the address of a service.
+
+    Raises `ValueError` for one with a user or a password, and for one that no client can call.
+    """
+    parts = _split_address(address)
+    if "@" in parts.netloc:
         raise ValueError(
             "holds a user or a password, which logs and messages would show; remove them (keys of "
             "the object store are in BAPO_S3_ACCESS_KEY and BAPO_S3_SECRET_KEY, the token of the "
             "services is in BAPO_TOKEN)"
         )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("it must have the form http://host:port or https://host:port")
     return address
 
 
-Address = Annotated[str, AfterValidator(_refuse_credentials)]
+def _check_endpoint(address: str) -> str:
+    """Returns the address of an object store. Raises `ValueError` for one with a path."""
+    if _split_address(address).path.strip("/"):
+        raise ValueError(
+            "has a path, below which an S3 client cannot call a server; give http://host:port or "
+            "https://host:port, and the bucket in BAPO_S3_BUCKET"
+        )
+    return address.rstrip("/")
+
+
+def _split_address(address: str) -> SplitResult:
+    if any(character.isspace() or not character.isprintable() for character in address):
+        raise ValueError("holds white space or a control character; remove it")
+    parts = urlsplit(address)
+    parts.port  # noqa: B018  it raises `ValueError` for a port that is none
+    return parts
+
+
+def _check_secret(secret: SecretStr) -> SecretStr:
+    """Returns the secret. Raises `ValueError` for one that no header can hold."""
+    value = secret.get_secret_value()
+    if not (value.isascii() and value.isprintable()):
+        raise ValueError(
+            "holds a line break or another character that is not printable ASCII, which no HTTP "
+            "header can carry; store the value again, for example with `kubectl create secret "
+            "generic NAME --from-literal=KEY=VALUE`"
+        )
+    return secret
+
+
+Address = Annotated[str, AfterValidator(_check_address)]
 """Address of a service, which logs and messages show."""
+Endpoint = Annotated[Address, AfterValidator(_check_endpoint)]
+"""Address of an object store."""
+Secret = Annotated[SecretStr, AfterValidator(_check_secret)]
+"""A token or key, which is sent in a header."""
 SHORTEST_TOKEN = 20
 """Characters of the shortest token that a server accepts, so that nobody guesses it."""
-Token = Annotated[SecretStr, Field(min_length=SHORTEST_TOKEN)]
+Token = Annotated[Secret, Field(min_length=SHORTEST_TOKEN)]
 """A bearer token that a server accepts."""
 
 
-class Settings(BaseSettings):
+class _Values(BaseModel):
+    """Base of everything that is read from variables."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strip(cls, values: Any) -> Any:
+        """Removes white space around values; a value of white space alone counts as not set."""
+        if not isinstance(values, dict):
+            return values
+        stripped = {
+            name: value.strip() if isinstance(value, str) else value
+            for name, value in values.items()
+        }
+        return {name: value for name, value in stripped.items() if value != "" or not values[name]}
+
+    @model_validator(mode="after")
+    def _register_secrets(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, SecretStr):
+                register_secret(value.get_secret_value())
+        return self
+
+
+class Settings(_Values, BaseSettings):
     """Base of every process's settings. An empty variable counts as one that is not set."""
 
     model_config = SettingsConfigDict(
@@ -78,7 +146,7 @@ class Settings(BaseSettings):
             raise ConfigError(f"environment: {problems}{cls.remedy}") from error
 
 
-class SettingsGroup(BaseModel):
+class SettingsGroup(_Values):
     """Base of the groups of variables that share a prefix, as `BAPO_S3_` does."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
@@ -87,7 +155,7 @@ class SettingsGroup(BaseModel):
 class ObjectStoreSettings(SettingsGroup):
     """Address, bucket and credentials of the object store."""
 
-    endpoint: Address
+    endpoint: Endpoint
     """Address of the S3 API, `http://host:port` or `https://host:port`."""
     bucket: str
     """Bucket that holds all objects. It is created when it does not exist."""
@@ -99,9 +167,9 @@ class ObjectStoreSettings(SettingsGroup):
     server is AWS or Alibaba Cloud."""
     credentials: Literal["keys", "identity"] = "keys"
     """`keys`: the two keys below. `identity`: the cloud identity of the pod or machine (AWS)."""
-    access_key: SecretStr = SecretStr("")
+    access_key: Secret = SecretStr("")
     """Access key of the object store; required unless `credentials` is `identity`."""
-    secret_key: SecretStr = SecretStr("")
+    secret_key: Secret = SecretStr("")
     """Secret key of the object store; required unless `credentials` is `identity`."""
 
     @model_validator(mode="after")
@@ -146,7 +214,7 @@ class BufferClientSettings(Settings):
 
     buffer_url: Address
     """Address of the buffer service, `http://host:port`."""
-    token: SecretStr
+    token: Secret
     """Bearer token of the buffer service, of the scope of this process."""
 
 

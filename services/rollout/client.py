@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 
+from services.common.redaction import redact, register_secret
 from services.rollout.api.wire import GENERATED, Generated, GenerateRequest
 from services.rollout.errors import ReplicaFailed
 
@@ -20,6 +21,7 @@ class ReplicaClient:
 
     def __init__(self, url: str, http: httpx.AsyncClient, token: str) -> None:
         self._url, self._http = url, http
+        register_secret(token)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
@@ -41,7 +43,9 @@ class ReplicaClient:
                 async for line in _complete_lines(response):
                     yield GENERATED.validate_json(line)
         except (httpx.HTTPError, ValueError) as error:
-            raise ReplicaFailed(f"{self._url}: {error or type(error).__name__}") from error
+            raise ReplicaFailed(
+                f"{self._url}: {redact(str(error)) or type(error).__name__}"
+            ) from error
 
 
 async def _complete_lines(response: httpx.Response) -> AsyncIterator[bytes]:

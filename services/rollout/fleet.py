@@ -15,6 +15,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api import wire as buffer_wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S
+from services.common.http_options import direct_options
 from services.common.threads import run_detached
 from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import (
@@ -90,7 +91,7 @@ class Fleet:
             # server closes at that moment would fail.
             keepalive_expiry=2.0,
         )
-        async with httpx.AsyncClient(limits=limits) as self._http:
+        async with httpx.AsyncClient(limits=limits, **direct_options()) as self._http:
             watching = asyncio.create_task(self._watch())
             try:
                 yield

@@ -6,12 +6,13 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from services.common.settings import (
     Address,
     BufferClientSettings,
     ObjectStoreClientSettings,
+    Secret,
     ServerSettings,
     SettingsGroup,
     Token,
@@ -83,7 +84,7 @@ class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings, Replica
     """Name of the run that the collector works for."""
     verifier_url: Address
     """Address of the verifier, `http://host:port`."""
-    verifier_token: SecretStr
+    verifier_token: Secret
     """Bearer token of the verifier."""
     scratch: Path
     """Directory for the tokenizer of a model that is in the object store."""

@@ -32,6 +32,7 @@ from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
 from services.common.files import write_private
+from services.common.http_options import direct_options
 from services.common.process import (
     hide_memory,
     last_error,
@@ -183,7 +184,7 @@ def _service_variables(listener: socket.socket) -> dict[str, str]:
 
 def _is_healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health", timeout=2).is_success
+        return httpx.get(f"{url}/health", timeout=2, **direct_options(url)).is_success
     except httpx.TransportError:
         return False
 

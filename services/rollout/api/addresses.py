@@ -12,7 +12,7 @@ import re
 from pydantic import field_validator
 
 from services.buffer.api.wire import REPLICA_URL
-from services.common.local_hosts import LOCAL_HOSTS
+from services.common.proxies import LOCAL_HOSTS
 from services.common.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import pytest
 
-from services.common.local_hosts import bypass_proxies
+from services.common.proxies import bypass_proxies
 
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
