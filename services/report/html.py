@@ -312,7 +312,8 @@ _STEP_METRICS = (
         "theory/bound",
         "Measured lower bound of Theorem 3.2",
         "bound",
-        "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
+        "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios. "
+        "Above 0 it says that the update improves the policy; below 0 it says nothing.",
     ),
 )
 """Name, title, label and description of the metrics of steps that the report draws."""

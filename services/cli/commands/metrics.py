@@ -32,7 +32,7 @@ COLUMNS = {
     "clip_fraction": "clipped",
     "staleness_mean": "staleness",
     "trainer/tokens_per_second": "trained tok/s",
-    "trainer/peak_memory_mib": "MiB",
+    "trainer/peak_memory_mib": "trainer MiB",
 }
 """Metrics of the table, with their headings; `--json` and the exports have all metrics."""
 MOST_IMPORTANT = ("step", "reward", "loss", "KL", "entropy", "staleness", "clipped", "gradient")
@@ -70,7 +70,10 @@ def metrics(
 ) -> None:
     """Show or export the metrics of each step.
 
-    With --limit, the last steps are shown; exports have all steps.
+    With --limit, the last steps are shown; exports have all steps. `KL` is that of the trained
+    policy from its reference (kl.reference), in nats per token; `clipped` is a share of the tokens;
+    `staleness` is in steps; `trainer MiB` is the peak memory of the largest trainer process: of its
+    GPU, or of the process without one. docs/trainer.md describes all metrics.
 
     \b
     Examples:
