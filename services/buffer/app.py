@@ -111,7 +111,10 @@ def create_app(
 
 
 async def _create_bucket(store: ObjectStore) -> None:
-    """Creates the bucket unless it exists; tries again until the object store answers."""
+    """Creates the bucket unless it exists; tries again until the object store answers.
+
+    Then warns of what a run will need and the keys may not do: deletions begin after hours.
+    """
     while True:
         try:
             await run_in_threadpool(store.ensure_bucket)
@@ -119,7 +122,11 @@ async def _create_bucket(store: ObjectStore) -> None:
             log.warning("the bucket cannot be created yet: %s", error)
             await asyncio.sleep(BUCKET_RETRY_S)
         else:
-            return
+            break
+    try:
+        await run_in_threadpool(store.try_operations)
+    except ObjectStoreError as error:
+        log.warning("the object store cannot be used as runs use it: %s", error)
 
 
 def _install_outage_handlers(app: FastAPI) -> None:

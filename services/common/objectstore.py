@@ -12,8 +12,10 @@ import fcntl
 import hashlib
 import io
 import json
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from urllib.parse import urlsplit
 import urllib3
 from minio import Minio
 from minio.credentials.providers import IamAwsProvider, Provider, StaticProvider
-from minio.deleteobjects import DeleteObject
+from minio.deleteobjects import DeleteError, DeleteObject
 from minio.error import MinioException, S3Error
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
@@ -37,9 +39,12 @@ from services.common.redaction import redact
 from services.common.settings import ObjectStoreSettings
 
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 
 S3_SCHEME = "s3://"
 """Scheme of the address of an object, `s3://bucket/key`."""
+PROBES = "probes"
+"""Prefix of the objects of `ObjectStore.try_operations`."""
 MANIFEST = "manifest.json"
 _DIGEST = re.compile("[0-9a-f]{64}")
 LONGEST_NAME = 250
@@ -58,6 +63,8 @@ ANSWER_WITHIN_S = 60.0
 reads nothing for many seconds."""
 REPEATS = 2
 """Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
+BATCH_DELETE_MISSING = ("NotImplemented", "MethodNotAllowed", "InvalidArgument")
+"""Errors of servers that cannot delete several objects with one request, as Google's cannot."""
 TRANSFERS = 4
 """Objects that are transferred at the same time, such as the files of a directory."""
 
@@ -410,18 +417,66 @@ class ObjectStore:
             raise self._failure("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; keys without an object are ignored."""
-        objects = [DeleteObject(key) for key in keys]
+        """Deletes objects, one by one where the server has no request for several; keys without an
+        object are ignored."""
+        names = list(keys)
         try:
             errors = list(
                 self._client.remove_objects(
-                    bucket_name=self.settings.bucket, delete_object_list=objects
+                    bucket_name=self.settings.bucket,
+                    delete_object_list=[DeleteObject(name) for name in names],
                 )
             )
+        except S3Error as error:
+            if error.code not in BATCH_DELETE_MISSING:
+                raise self._undeleted(names[0], error) from error
+            self._delete_singly(names)
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failure("delete", "...", error) from error
-        if errors:
-            raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
+            raise self._failure("delete", names[0], error) from error
+        else:
+            if errors:
+                raise self._undeleted(errors[0].name or names[0], errors[0])
+
+    def _delete_singly(self, names: Sequence[str]) -> None:
+        def remove(name: str) -> None:
+            try:
+                self._client.remove_object(bucket_name=self.settings.bucket, object_name=name)
+            except S3Error as error:
+                raise self._undeleted(name, error) from error
+            except (MinioException, urllib3.exceptions.HTTPError) as error:
+                raise self._failure("delete", name, error) from error
+
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            list(pool.map(remove, names))
+
+    def _undeleted(self, key: str, error: S3Error | DeleteError) -> ObjectStoreError:
+        """Returns the error of an object that the server does not delete."""
+        if error.code == "AccessDenied":
+            return ObjectStoreError(
+                f"object store {self.settings.endpoint}: the keys may not delete "
+                f"{self.settings.bucket}/{key}; give them s3:DeleteObject"
+            )
+        if isinstance(error, S3Error):
+            return self._failure("delete", key, error)
+        return ObjectStoreError(
+            f"object store {self.settings.endpoint}: cannot delete {self.settings.bucket}/{key}: "
+            f"{error.code}; see the log of the object store"
+        )
+
+    def try_operations(self) -> None:
+        """Stores, reads, lists and deletes an object, as a run does.
+
+        Raises `ObjectStoreError` for the first operation that the server refuses.
+        """
+        key = f"{PROBES}/{secrets.token_hex(8)}"
+        self.put(key, b"probe")
+        self.get(key, digest_of(b"probe"))
+        if key not in self.keys(key):
+            raise ObjectStoreError(
+                f"object store {self.settings.endpoint}: {self.settings.bucket}/{key} was stored "
+                "and is not listed; use a server whose listings have what was stored"
+            )
+        self.delete([key])
 
     def exists(self, key: str) -> bool:
         """Returns whether there is an object of this key."""
@@ -655,3 +710,16 @@ class _HashingSource:
         data = self._source.read(size)
         self.hash.update(data)
         return data
+
+
+def discard(store: ObjectStore, prefixes: Iterable[str]) -> None:
+    """Deletes all objects below prefixes that nothing needs any more; a failure is only logged,
+    because what is left is garbage that takes space and `bapo gc` lists."""
+    for prefix in prefixes:
+        try:
+            store.delete(store.keys(f"{prefix}/"))
+        except ObjectStoreError as error:
+            log.warning(
+                "%s is no longer needed and cannot be deleted; `bapo gc` lists it: %s",
+                *(prefix, error),
+            )

@@ -25,6 +25,7 @@ from services.common.objectstore import (
     ObjectStoreError,
     ObjectStoreUnavailable,
     digest_of,
+    discard,
 )
 from services.common.threads import run_detached
 from services.rollout.api.wire import GeneratedTokens, GenerateRequest
@@ -221,8 +222,7 @@ class Journal:
         self._segment += 1
         if begins:
             # Only those: another collector may have begun one, which then stays the newest.
-            for generation in self._superseded:
-                self._store.delete(self._store.keys(f"{self._prefix}/{generation}/"))
+            discard(self._store, [f"{self._prefix}/{name}" for name in self._superseded])
             self._superseded = {self._generation}
 
     def _next_generation(self) -> str:
@@ -235,10 +235,7 @@ class Journal:
 
 def delete_journals(store: ObjectStore, prefix: str) -> None:
     """Deletes all journals below a prefix (`layout.journal`); a failure is only logged."""
-    try:
-        store.delete(store.keys(f"{prefix}/"))
-    except ObjectStoreError as error:
-        log.warning("a journal that is no longer needed cannot be deleted: %s", error)
+    discard(store, [prefix])
 
 
 def _generation_of(key: str) -> str:

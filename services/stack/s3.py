@@ -20,7 +20,7 @@ from bapo_core.errors import BapoError
 from services.common.files import is_dead_socket, write_private
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
-from services.stack.supervisor import Supervisor
+from services.stack.supervisor import ProcessFailed, Supervisor
 
 BUCKET = "bapo"
 PORTS = 8
@@ -130,15 +130,22 @@ def await_s3(supervisor: Supervisor, settings: ObjectStoreSettings) -> None:
     """
     store = ObjectStore(settings, retries=0)
 
+    reason = ""
+
     def usable() -> bool:
+        nonlocal reason
         try:
             store.ensure_bucket()
             store.put("ready", b"ready")
-        except ObjectStoreError:
+        except ObjectStoreError as error:
+            reason = str(error)
             return False
         return True
 
-    supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
+    try:
+        supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
+    except ProcessFailed as error:
+        raise ProcessFailed(f"{error}: {reason}" if reason else str(error)) from error
 
 
 def remove_dead_sockets() -> None:

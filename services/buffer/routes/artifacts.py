@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, BackgroundTasks, Path, Query
 
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
@@ -13,6 +13,7 @@ from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.storage import artifacts
 from services.common.guard import GuardedRoute
+from services.common.objectstore import discard
 from services.common.problems import not_found
 
 READ, TRAINER = permit("read"), permit("trainer")
@@ -42,6 +43,7 @@ def publish_weights(
     version: Version,
     attempt: Attempt,
     body: wire.ManifestDigest,
+    afterwards: BackgroundTasks,
 ) -> wire.StoredVersion:
     """Publishes a policy version whose files and manifest are in the object store.
 
@@ -50,7 +52,7 @@ def publish_weights(
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         stored, unneeded = artifacts.publish_weights(run, version, body.manifest_digest)
-    _delete_prefixes(service, unneeded)
+    afterwards.add_task(discard, service.store, unneeded)
     return stored
 
 
@@ -95,7 +97,12 @@ def list_checkpoints(service: ServiceDep, name: RunName) -> list[wire.Checkpoint
 
 @router.put("/checkpoints/{step}", dependencies=TRAINER)
 def record_checkpoint(
-    service: ServiceDep, name: RunName, step: Step, attempt: Attempt, body: wire.ManifestDigest
+    service: ServiceDep,
+    name: RunName,
+    step: Step,
+    attempt: Attempt,
+    body: wire.ManifestDigest,
+    afterwards: BackgroundTasks,
 ) -> None:
     """Records a checkpoint whose files are in the object store.
 
@@ -105,13 +112,7 @@ def record_checkpoint(
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         unneeded = artifacts.record_checkpoint(run, step, body.manifest_digest)
-    _delete_prefixes(service, unneeded)
-
-
-def _delete_prefixes(service: Service, prefixes: list[str]) -> None:
-    """Deletes all objects with these prefixes, which no row points to any more."""
-    for prefix in prefixes:
-        service.store.delete(service.store.keys(f"{prefix}/"))
+    afterwards.add_task(discard, service.store, unneeded)
 
 
 @router.get("/checkpoints/latest", dependencies=permit("read", "trainer"))

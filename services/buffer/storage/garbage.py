@@ -14,7 +14,7 @@ from services.buffer.service import Service
 from services.buffer.storage.images import IMAGE_DIGESTS
 from services.buffer.storage.tables import Checkpoint, PromptRow, RolloutGroup, Run, WeightVersion
 from services.common import layout
-from services.common.objectstore import MANIFEST
+from services.common.objectstore import MANIFEST, PROBES
 
 MIN_ORPHAN_AGE = timedelta(days=1)
 """Younger objects may still get their row: uploading a large checkpoint takes hours."""
@@ -31,7 +31,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
         needed = _referenced_objects(session)
     stored = {
         item.key: item.modified
-        for prefix in ("runs/", "models/", "images/", "imports/")
+        for prefix in ("runs/", "models/", "images/", "imports/", f"{PROBES}/")
         for item in service.store.listing(prefix)
     }
     with service.sessions() as session:
