@@ -141,7 +141,6 @@ def resolve(observations: Sequence[Observation]) -> Resolution | None:
     # Rounding errors of values that fit exactly must not decide anything.
     rounding = 1e-9 * float(np.abs(values).max())
     deviation = math.sqrt(float(residuals @ residuals) / degrees_of_freedom)
-    deviation = 0.0 if deviation <= rounding else deviation
     quantile = studentized_range_quantile(LEVEL, len(variants), degrees_of_freedom) / math.sqrt(2)
     size = len(variants)
     differences = np.zeros((size, size))
