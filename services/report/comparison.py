@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
+from bapo_core.config.rollouts import EvaluationMeasure
 from bapo_core.resolution import Observation, Resolution, resolve, students_t_quantile
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import Evaluation, StepView
@@ -79,29 +80,59 @@ class RunResult:
         spent = self.spent_at_evaluations(cost)
         return (spent[1:] or spent)[-LAST_EVALUATIONS:]
 
-    def mean_accuracy_at(self, cost: Callable[[StepView], float], spent: Sequence[float]) -> float:
-        """Returns the mean of the accuracies at each of these costs."""
-        return statistics.mean(self.accuracy_at(cost, each) for each in spent)
+    def values(self, what: EvaluationMeasure) -> list[float]:
+        """Returns the mean accuracy, or the mean reward, of each evaluation."""
+        return [
+            evaluation.mean_reward if what == "reward" else evaluation.mean_accuracy
+            for evaluation in self.history.evaluations
+        ]
 
-    def best_accuracy_within(self, cost: Callable[[StepView], float], spent: float) -> float:
-        """Returns the highest accuracy of an evaluation before the steps have cost more."""
+    def mean_at(
+        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: Sequence[float]
+    ) -> float:
+        """Returns the mean of the accuracies, or rewards, at each of these costs."""
+        return statistics.mean(self.value_at(what, cost, each) for each in spent)
+
+    def best_within(
+        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
+    ) -> float:
+        """Returns the highest accuracy, or reward, of an evaluation before the steps have cost
+        more."""
         return max(
-            evaluation.mean_accuracy
-            for evaluation, spent_before in zip(
-                self.history.evaluations, self.spent_at_evaluations(cost), strict=True
+            value
+            for value, spent_before in zip(
+                self.values(what), self.spent_at_evaluations(cost), strict=True
             )
             if spent_before <= spent
         )
 
-    def accuracy_at(self, cost: Callable[[StepView], float], spent: float) -> float:
-        """Returns the held-out accuracy once the steps have cost so much, interpolated linearly."""
-        spent_before = self.spent_at_evaluations(cost)
-        points = list(zip(spent_before, self.history.evaluations, strict=True))
+    def value_at(
+        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
+    ) -> float:
+        """Returns the held-out accuracy, or reward, once the steps have cost so much, interpolated
+        linearly."""
+        values = self.values(what)
+        points = zip(self.spent_at_evaluations(cost), values, strict=True)
         for (x0, before), (x1, after) in pairwise(points):
             if x0 <= spent <= x1:
                 share = (spent - x0) / max(1e-9, x1 - x0)
-                return before.mean_accuracy + share * (after.mean_accuracy - before.mean_accuracy)
-        return self.final.mean_accuracy
+                return before + share * (after - before)
+        return values[-1]
+
+
+def evaluation_measure_of(results: Sequence[RunResult]) -> EvaluationMeasure:
+    """Returns what runs are compared by: the reward if it is the measure of all their tasks.
+
+    It is the reward, too, if all evaluations of all runs have the same accuracy, as with a task
+    class that calls no response correct, and different rewards.
+    """
+    if all(result.history.config.task.measure == "reward" for result in results):
+        return "reward"
+    accuracies, rewards = (
+        {value for result in results for value in result.values(what)}
+        for what in get_args(EvaluationMeasure)
+    )
+    return "reward" if len(accuracies) == 1 < len(rewards) else "accuracy"
 
 
 def _trainer_seconds(step: StepView) -> float:
@@ -162,11 +193,12 @@ def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:
 
 
 def _curve(result: RunResult) -> list[dict[str, float]]:
-    """Returns the accuracy of every evaluation, and what the steps before it cost together."""
+    """Returns accuracy and reward of every evaluation, and what the steps before it cost."""
     spent = {name: result.spent_at_evaluations(cost) for name, cost in COSTS.items()}
     return [
         {
             "accuracy": evaluation.mean_accuracy,
+            "reward": evaluation.mean_reward,
             **{name: values[index] for name, values in spent.items()},
         }
         for index, evaluation in enumerate(result.history.evaluations)
@@ -183,23 +215,24 @@ def group_by_label(results: Sequence[RunResult]) -> Variants:
 def measures_of(results: Sequence[RunResult]) -> list[Measure]:
     """Returns what the table shows of a run.
 
-    An accuracy is the mean of the last four evaluations of the run that costs least, and of what
-    the curves of the others are at the same costs. The best checkpoint is that of the evaluations
-    which cost no more than this run.
+    An accuracy, or a reward in its place (`evaluation_measure_of`), is the mean of the last four
+    evaluations of the run that costs least, and of what the curves of the others are at the same
+    costs. The best checkpoint is that of the evaluations which cost no more than this run.
     """
+    what = evaluation_measure_of(results)
     same_steps = len({result.history.config.steps for result in results}) == 1
     own_steps = COSTS["training steps"]
     measures = [
         Measure(
-            "accuracy at equal steps" if same_steps else "final accuracy",
-            lambda run: run.mean_accuracy_at(own_steps, run.spent_at_last_evaluations(own_steps)),
+            f"{what} at equal steps" if same_steps else f"final {what}",
+            lambda run: run.mean_at(what, own_steps, run.spent_at_last_evaluations(own_steps)),
             higher_is_better=True,
         )
     ]
     best = [
         Measure(
             "best checkpoint at equal steps" if same_steps else "best checkpoint",
-            lambda run: max(each.mean_accuracy for each in run.history.evaluations),
+            lambda run: max(run.values(what)),
             higher_is_better=True,
         )
     ]
@@ -210,10 +243,12 @@ def measures_of(results: Sequence[RunResult]) -> list[Measure]:
             key=lambda costs: costs[-1],
         )
         measures.append(
-            Measure(f"accuracy at {spent[-1]:,.0f} {unit}", _mean_at(cost, spent), True)
+            Measure(f"{what} at {spent[-1]:,.0f} {unit}", _mean_at(what, cost, spent), True)
         )
         best.append(
-            Measure(f"best checkpoint at {spent[-1]:,.0f} {unit}", _best_at(cost, spent[-1]), True)
+            Measure(
+                f"best checkpoint at {spent[-1]:,.0f} {unit}", _best_at(what, cost, spent[-1]), True
+            )
         )
     return [
         *measures,
@@ -227,13 +262,15 @@ def measures_of(results: Sequence[RunResult]) -> list[Measure]:
 
 
 def _mean_at(
-    cost: Callable[[StepView], float], spent: Sequence[float]
+    what: EvaluationMeasure, cost: Callable[[StepView], float], spent: Sequence[float]
 ) -> Callable[[RunResult], float]:
-    return lambda run: run.mean_accuracy_at(cost, spent)
+    return lambda run: run.mean_at(what, cost, spent)
 
 
-def _best_at(cost: Callable[[StepView], float], spent: float) -> Callable[[RunResult], float]:
-    return lambda run: run.best_accuracy_within(cost, spent)
+def _best_at(
+    what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
+) -> Callable[[RunResult], float]:
+    return lambda run: run.best_within(what, cost, spent)
 
 
 def _total(cost: Callable[[StepView], float]) -> Callable[[RunResult], float]:
@@ -401,7 +438,8 @@ def _page(
     tables = _table("Mean ± standard deviation", table, _spread_cell)
     tables += _places_table(decisions)
     tables += (
-        f"<p>An accuracy is the mean of the last {LAST_EVALUATIONS} evaluations. "
+        f"<p>Each {evaluation_measure_of(results)} is the mean of the last {LAST_EVALUATIONS} "
+        "evaluations. "
         f"{html.escape(f'{primary.capitalize()}: {explain_decision(decisions[primary])}')}</p>"
     )
     if differences:
@@ -425,31 +463,27 @@ def _setting(results: Sequence[RunResult]) -> str:
     configs = [result.history.config for result in results]
     steps = [config.steps for config in configs]
     fewest, most = min(steps), max(steps)
-    base = statistics.mean(result.history.evaluations[0].mean_accuracy for result in results)
+    what = evaluation_measure_of(results)
+    base = statistics.mean(result.values(what)[0] for result in results)
     same_model = all(config.model.path == configs[0].model.path for config in configs)
     same_prompts = all(config.task == configs[0].task for config in configs)
     model = "the same base model" if same_model else "different base models"
     prompts = f"the same {configs[0].task.train_prompts}" if same_prompts else "different"
     length = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    return f"{length} steps from {model} (mean held-out accuracy {base:.3f}) on {prompts} prompts"
+    return f"{length} steps from {model} (mean held-out {what} {base:.3f}) on {prompts} prompts"
 
 
 def _figures(variants: Variants) -> Iterable[str]:
+    what = evaluation_measure_of([run for runs in variants.values() for run in runs])
     for name, cost in COSTS.items():
         curves = {
-            label: [
-                (
-                    run.spent_at_evaluations(cost),
-                    [evaluation.mean_accuracy for evaluation in run.history.evaluations],
-                )
-                for run in runs
-            ]
+            label: [(run.spent_at_evaluations(cost), run.values(what)) for run in runs]
             for label, runs in variants.items()
         }
         yield figure(
-            f"Held-out accuracy by {name}",
+            f"Held-out {what} by {name}",
             f"Variants at an equal number of {name}.",
-            charts.bands(curves, x=name, y="held-out accuracy"),
+            charts.bands(curves, x=name, y=f"held-out {what}"),
         )
     for metric, title in TRAINING_CURVES.items():
         drawn = _training_curves(variants, metric)

@@ -52,13 +52,13 @@ def step(number: int, rollouts: int, seconds: float) -> StepView:
     )
 
 
-def evaluation(version: int, accuracy: float) -> Evaluation:
+def evaluation(version: int, accuracy: float, reward: float | None = None) -> Evaluation:
     zero = round(8 * (1 - accuracy))
     return Evaluation(
         version=version,
         evaluation_set="test",
         mean_accuracy=accuracy,
-        mean_reward=accuracy,
+        mean_reward=accuracy if reward is None else reward,
         bins=[zero, 8 - zero],
         prompts=8,
         tokens=0,
@@ -67,11 +67,16 @@ def evaluation(version: int, accuracy: float) -> Evaluation:
 
 
 def result(
-    label: str, seed: int, accuracies: list[float], rollouts: int, *overrides: str
+    label: str,
+    seed: int,
+    accuracies: list[float],
+    rollouts: int,
+    *overrides: str,
+    rewards: Sequence[float | None] = (None, None, None),
 ) -> RunResult:
     """Builds a run of four steps with evaluations before, halfway and after."""
     config = load_config(None, [f"seed={seed}", "steps=4", "name=run", *overrides])
-    evaluations = [evaluation(v, a) for v, a in zip((1, 3, 5), accuracies, strict=True)]
+    evaluations = list(map(evaluation, (1, 3, 5), accuracies, rewards))
     state = RunState(
         name=config.name,
         status="finished",
@@ -110,7 +115,7 @@ def test_costs_are_those_of_the_steps_before_an_evaluation() -> None:
 def test_an_accuracy_between_two_evaluations_is_interpolated() -> None:
     run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
     responses = COSTS["training responses"]
-    assert [run.accuracy_at(responses, spent) for spent in (0, 10, 20, 30, 40, 50)] == [
+    assert [run.value_at("accuracy", responses, spent) for spent in (0, 10, 20, 30, 40, 50)] == [
         *(0.0, 0.25, 0.5, 0.75, 1.0),
         1.0,
     ]
@@ -184,13 +189,13 @@ def test_a_run_has_the_accuracy_of_its_last_four_evaluations() -> None:
     run = RunResult(history, "a")
     steps = COSTS["training steps"]
     assert run.spent_at_last_evaluations(steps) == [1, 2, 3, 4]
-    assert run.mean_accuracy_at(steps, run.spent_at_last_evaluations(steps)) == 0.5
+    assert run.mean_at("accuracy", steps, run.spent_at_last_evaluations(steps)) == 0.5
 
 
 def test_a_checkpoint_beyond_the_budget_is_not_the_best_one() -> None:
     run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
     rollouts = COSTS["training responses"]
-    best = [run.best_accuracy_within(rollouts, spent) for spent in (0, 19, 20, 39, 40)]
+    best = [run.best_within("accuracy", rollouts, spent) for spent in (0, 19, 20, 39, 40)]
     assert best == [0.0, 0.0, 0.5, 0.5, 1.0]
 
 
@@ -215,6 +220,7 @@ def test_variants_whose_difference_is_not_decided_share_their_places(tmp_path: P
     assert f"Differences above {decision['smallest_difference']:.3f} are decided" in page
     assert found["runs"][0]["evaluations"][1] == {
         "accuracy": 0.1,
+        "reward": 0.1,
         "training steps": 2,
         "training responses": 20,
         "generated tokens": 200,
@@ -237,6 +243,44 @@ def test_one_seed_gives_no_places(tmp_path: Path) -> None:
     assert set(found.values()) == {None}
     assert "no variant has a place" in page
     assert "Places that" not in page
+
+
+FUNCTION = ("task.reward=rewards.py:score", "task.train_path=a.jsonl", "task.test_path=b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "accuracies", "what"),
+    [
+        (FUNCTION, [0.0, 0.25, 0.5], "reward"),
+        ((*FUNCTION, "task.solved_at=1.5"), [0.0, 0.25, 0.5], "accuracy"),
+        ((), [0.0, 0.25, 0.5], "accuracy"),
+        ((), [0.0, 0.0, 0.0], "reward"),  # a task class that calls no response correct
+    ],
+)
+def test_runs_without_a_notion_of_correct_are_compared_by_their_rewards(
+    tmp_path: Path,
+    overrides: Sequence[str],
+    accuracies: list[float],
+    what: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = [
+        result(label, seed, accuracies, 10, *overrides, rewards=[0.5, 1.0, final + seed / 64])
+        for label, final in (("a", 2.0), ("b", -1.0))
+        for seed in (1, 2, 3)
+    ]
+    page = write_comparison(runs, tmp_path).read_text()
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    of_reward = what == "reward"
+    best = [found["table"][label]["best checkpoint at equal steps"]["mean"] for label in "ab"]
+    assert best == ([2.03125, 1.0] if of_reward else [accuracies[-1]] * 2)
+    if of_reward:
+        decided = found["resolution"]["reward at equal steps"]
+        assert decided["places"] == {"a": [1, 1], "b": [2, 2]}
+    assert f"mean held-out {what} {0.5 if of_reward else accuracies[0]:.3f}" in page
+    assert all(f"Held-out {what} by {name}" in page for name in COSTS)
+    compare._print_table(runs, Console(width=200))
+    assert f"{what} at equal steps, the mean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("label", ["_base", "a $x$ b", r"a $\frac$ b"])
