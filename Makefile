@@ -26,7 +26,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security lint lock audit compare compare-methods bench docs tiny-models clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods bench docs tiny-models clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -187,6 +187,10 @@ test-admission: $(STAMP) ## test what that cluster makes of chart, jobs and pipe
 
 test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster
+
+test-outside: $(STAMP) ## test behind servers of other people (Debian's pgbouncer; root or sudo)
+	command -v pgbouncer || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes pgbouncer; }
+	$(BIN)/pytest -m outside tests/outside
 
 lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 	$(BIN)/ruff format --check .

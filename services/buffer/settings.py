@@ -15,6 +15,12 @@ def _with_driver(url: SecretStr) -> SecretStr:
     scheme, separator, rest = url.get_secret_value().partition("://")
     if not separator or scheme not in ("postgres", "postgresql", "postgresql+psycopg"):
         raise ValueError("it must have the form postgresql://user:password@host:port/database")
+    if rest.count("@") > 1:
+        # What follows the first one would be taken for the host, which messages show.
+        raise ValueError(
+            "it has more than one @; in user and password, write @ as %40, / as %2F, : as %3A, "
+            "? as %3F, # as %23 and % as %25"
+        )
     return SecretStr(f"postgresql+psycopg://{rest}")
 
 
@@ -25,7 +31,10 @@ class BufferSettings(ServerSettings, ObjectStoreClientSettings):
     """Settings of the buffer service (`python -m services.buffer.main`)."""
 
     database_url: DatabaseUrl
-    """URL of Postgres, `postgresql://user:password@host:port/database`."""
+    """URL of Postgres, `postgresql://user:password@host:port/database`. Special characters of user
+    and password are percent-encoded (@ is %40, / is %2F). What follows a question mark are
+    parameters of libpq, and `prepare_threshold`: uses after which a statement is prepared, `none`
+    unless given, as poolers need it."""
     token: Token
     """Bearer token that is accepted with scope `admin`, of at least 20 characters."""
     replica_token: Token | None = None
@@ -63,6 +72,9 @@ class MigrationSettings(Settings):
     """Settings of the migration (`python -m services.buffer.migrate`)."""
 
     database_url: DatabaseUrl
-    """URL of Postgres, `postgresql://user:password@host:port/database`."""
+    """URL of Postgres, `postgresql://user:password@host:port/database`. Special characters of user
+    and password are percent-encoded (@ is %40, / is %2F). What follows a question mark are
+    parameters of libpq, and `prepare_threshold`: uses after which a statement is prepared, `none`
+    unless given, as poolers need it."""
     migrate_within_s: float = Field(120.0, ge=0.0)
     """Seconds to wait for a database that does not accept connections yet."""

@@ -26,6 +26,11 @@
 - >-
   database.url: it must have the form postgresql://user:password@host:port/database
 {{- end }}
+{{- if regexMatch "@.*@" $database.url }}
+- >-
+  database.url: it has more than one @; in user and password, write @ as %40, / as %2F, : as %3A,
+  ? as %3F, # as %23 and % as %25
+{{- end }}
 {{- end -}}
 
 {{- define "bapo.s3Problems" -}}
