@@ -21,6 +21,7 @@ from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, 
 from pipelines.parameters import RUN, check_imports, config_of
 from pipelines.waiting import WaitLog
 from services.common.errors import first_line
+from services.common.http_options import client_options
 
 FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run of Kubeflow after which nothing happens."""
@@ -95,7 +96,8 @@ def submit_pipeline(
     host: URL of the KFP API; None lets `kfp` find it.
     namespace: Kubeflow profile to run in.
 
-    Raises `BapoError` for what would otherwise fail in a pod, and when the API refuses the run.
+    Raises `BapoError` for what would otherwise fail in a pod, when the API refuses the run, and
+    when what answers is not the API, such as a login page.
     """
     _check(package, parameters)
     profile = {} if namespace is None else {"namespace": namespace}
@@ -108,6 +110,14 @@ def submit_pipeline(
             experiment_name=experiment,
             enable_caching=False,
             **profile,
+        )
+    # kfp makes an answer without any field of the page that another server sends with status 200.
+    if not run.run_id:
+        raise BapoError(
+            f"{host or 'the server that kfp found'} has answered without the id of a run, as a "
+            "login page does, and has started none: it is not the API of Kubeflow Pipelines. Give "
+            "--host, for example after `kubectl port-forward -n kubeflow svc/ml-pipeline-ui "
+            "8080:80`"
         )
     return str(run.run_id)
 
@@ -212,7 +222,9 @@ def run_page(host: str | None, run: str) -> str:
     if host is not None:
         address = host.rstrip("/")
         try:
-            answer = httpx.get(f"{address}/", timeout=5.0, follow_redirects=True)
+            answer = httpx.get(
+                f"{address}/", timeout=5.0, follow_redirects=True, **client_options(address)
+            )
         except httpx.HTTPError:
             pass  # the run was taken: what follows is for people alone
         else:

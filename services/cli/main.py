@@ -109,6 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error ends the process with exit code 1 and one line on standard error, wrong usage with 2,
     and an interruption with 130.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of Latin-1 or code page 1252 lacks characters of tables and of models.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     bypass_proxies()
     escape_logs()
     redact_tracebacks()

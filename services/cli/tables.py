@@ -39,7 +39,8 @@ def show(
         return
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
-        table.add_row(*map(str, row))
+        # A line break in a reason or a uid would begin a row of the table.
+        table.add_row(*(" ".join(str(value).splitlines()) for value in row))
     if table.rows:
         table_console().print(table)
     else:

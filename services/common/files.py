@@ -21,6 +21,9 @@ def write_private(path: Path, text: str) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
+            # Else a power loss may leave an empty file under the new name.
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         os.unlink(partial)

@@ -132,7 +132,7 @@ class HttpClient:
     def _checked(self, response: httpx.Response, method: str, path: str) -> httpx.Response:
         if response.is_success:
             return response
-        detail, kind = _problem(response) or (response.text[:500], "")
+        detail, kind = _problem(response) or (_describe_page(response), "")
         message = f"the {self.service} refused {method} {path}: {detail}"
         if kind == "urn:bapo:superseded":
             raise Superseded(response.status_code, message, detail)
@@ -145,6 +145,21 @@ def _problem(response: httpx.Response) -> tuple[str, str] | None:
         return None
     problem = response.json()
     return problem["detail"], problem["type"]
+
+
+def _describe_page(response: httpx.Response) -> str:
+    """Returns what an answer means that a service of ours has not given."""
+    if response.status_code == 413:
+        return (
+            "a proxy before the service takes smaller bodies; raise its limit to 64 MiB (nginx: "
+            "`client_max_body_size`, its ingress controller: `proxy-body-size`)"
+        )
+    if "html" in response.headers.get("content-type", ""):
+        return (
+            f"a proxy or another server has answered with a page (HTTP {response.status_code}); "
+            "check the address, and the proxy's log"
+        )
+    return response.text[:500]
 
 
 def _is_outage(response: httpx.Response) -> bool:

@@ -44,6 +44,7 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
         access = _let_root_alone_connect(sockets, user)
     if not (data / "PG_VERSION").exists():
         _create_cluster(binaries, data, user)
+    _remove_stale_pid(data)
     supervisor.start(
         "postgres",
         # Without a port: the socket is in a directory that only its owner can enter.
@@ -76,8 +77,32 @@ def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
         capture_output=True,
         text=True,
     )
+    if "could not look up effective user ID" in initdb.stderr:
+        raise BapoError(
+            f"the user id {os.geteuid()} has no name, and Postgres needs one to make a database; "
+            f'add a line to /etc/passwd, "bapo:x:{os.geteuid()}:{os.getegid()}::/tmp:/bin/sh", or '
+            "start the container as a user that has one"
+        )
     if initdb.returncode:
         raise BapoError(f"initdb failed in {data}: {initdb.stderr.strip().splitlines()[-1]}")
+
+
+def _remove_stale_pid(data: Path) -> None:
+    """Removes the file in which Postgres keeps its process id, unless that is a Postgres.
+
+    After a power loss the file stays, and its number soon belongs to another process of the user,
+    for which Postgres refuses to start. The lock of the stack keeps others from this directory.
+    """
+    path = data / "postmaster.pid"
+    try:
+        process = int(path.read_text().split("\n", 1)[0])
+        program = Path(f"/proc/{process}/exe").readlink().name
+    except FileNotFoundError:
+        program = ""  # there is no file, or no such process
+    except ValueError:
+        program = ""  # a half-written file
+    if not program.startswith("postgres"):
+        path.unlink(missing_ok=True)
 
 
 def _let_root_alone_connect(sockets: Path, user: str) -> list[str]:

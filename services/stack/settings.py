@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bapo_core.errors import BapoError
 from services.common.settings import Settings
 
 
@@ -15,5 +16,14 @@ class StackSettings(Settings):
 
 
 def default_home() -> Path:
-    """Returns the absolute directory of the local stack, `BAPO_HOME`."""
-    return StackSettings.load().home.resolve()
+    """Returns the absolute directory of the local stack, `BAPO_HOME`.
+
+    Raises `BapoError` for a path that the object store cannot use.
+    """
+    home = StackSettings.load().home.expanduser().resolve()
+    if "," in str(home):
+        raise BapoError(
+            f"BAPO_HOME is {home}, and SeaweedFS takes a comma for the end of a directory's path; "
+            "set BAPO_HOME to a directory without one"
+        )
+    return home

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -318,16 +318,35 @@ def find_stack(home: Path) -> Endpoints | None:
     Raises `BapoError` as `check_home` does.
     """
     check_home(home)
-    try:
-        endpoints = Endpoints(**json.loads((home / "stack.json").read_text()))
-    except FileNotFoundError:
-        return None
     # After a crash, another process may listen on the port, and must not get the token. The lock
     # ends with the process that holds it, however it ends.
     lock = home / "stack.lock"
-    if not _is_held(lock) or lock.read_text() not in ("", str(endpoints.pid)):
+    endpoints = _read_endpoints(home / "stack.json", lock)
+    if endpoints is None or not _is_held(lock) or lock.read_text() not in ("", str(endpoints.pid)):
         return None
     return endpoints if _is_healthy(endpoints.buffer_url) else None
+
+
+def _read_endpoints(path: Path, lock: Path) -> Endpoints | None:
+    """Returns what a file says of a stack; None without a file, and for the rest of a crash.
+
+    Raises `BapoError` for the unreadable file of a stack that runs.
+    """
+    names = {field.name for field in fields(Endpoints)}
+    try:
+        # Fields of a newer version are left out, so that its stack can be used and stopped.
+        found = json.loads(path.read_text())
+        return Endpoints(**{name: value for name, value in found.items() if name in names})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        if not _is_held(lock):
+            return None
+        raise BapoError(
+            f"{path} cannot be read, as after a power loss or a change of bapo's version, while a "
+            f"stack runs; end process {lock.read_text() or f'that holds {lock}'}, and repeat the "
+            "command"
+        ) from error
 
 
 @contextmanager
