@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from statistics import NormalDist
+from statistics import NormalDist, mean, stdev
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ POWER = 0.8
 """Chance to decide a true difference, for which the number of seeds is planned."""
 MOST_SEEDS = 1_000_000
 """Most seeds that a plan states."""
+FEWEST_PAIRS = 3
+"""Fewest seeds for which pages show an interval: with two, Student's t is 12.7."""
 
 _POINTS = np.linspace(-9.0, 9.0, 8001)
 _NORMAL_CDF = np.array([NormalDist().cdf(point) for point in _POINTS.tolist()])
@@ -161,6 +163,20 @@ def students_t_quantile(level: float, degrees_of_freedom: int) -> float:
     """Returns t with P(|T| <= t) = level for Student's distribution."""
     # The studentized range of two values is sqrt(2) |T|.
     return studentized_range_quantile(level, 2, degrees_of_freedom) / math.sqrt(2)
+
+
+def paired_difference(differences: Sequence[float]) -> dict[str, float]:
+    """Returns the mean of the differences between runs of equal seeds, and their number as `seeds`.
+
+    With more than one there is also `half_width`, half of the 95% confidence interval of the mean
+    by Student's t.
+    """
+    count = len(differences)
+    found: dict[str, float] = {"mean": mean(differences), "seeds": count}
+    if count > 1:
+        quantile = students_t_quantile(LEVEL, count - 1)
+        found["half_width"] = quantile * stdev(differences) / math.sqrt(count)
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from bapo_core.config.rollouts import EvaluationMeasure
-from bapo_core.resolution import Observation, Resolution, resolve, students_t_quantile
+from bapo_core.resolution import (
+    FEWEST_PAIRS,
+    Observation,
+    Resolution,
+    paired_difference,
+    resolve,
+)
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import Evaluation, StepView
 from services.report import charts
@@ -25,8 +31,6 @@ LAST_EVALUATIONS = 4
 run than one evaluation does."""
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.1)
 """True differences for which a comparison states the number of seeds."""
-FEWEST_PAIRS = 3
-"""Fewest seeds for which the page shows an interval: with two, Student's t is 12.7."""
 TRAINING_CURVES = {
     "gradient_norm": "Gradient norm",
     "entropy": "Entropy of the policy, nats",
@@ -389,20 +393,6 @@ def paired_table(variants: Variants, measures: Sequence[Measure]) -> dict[str, d
                 for each in measures
             }
     return table
-
-
-def paired_difference(differences: Sequence[float]) -> Spread:
-    """Returns the mean of the differences, and their number as `seeds`.
-
-    With more than one there is also `half_width`, half of the 95% confidence interval of the mean
-    by Student's t.
-    """
-    count = len(differences)
-    found: Spread = {"mean": statistics.mean(differences), "seeds": count}
-    if count > 1:
-        quantile = students_t_quantile(0.95, count - 1)
-        found["half_width"] = quantile * statistics.stdev(differences) / math.sqrt(count)
-    return found
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -248,6 +248,7 @@ def addresses(play: ImprovingRun) -> dict[str, tuple[str, str]]:
             "/compare?runs=dashboard,dashboard-hostile&by=tokens",
             "Configuration differences",
         ),
+        "compare seeds": (SEEDS_PAGE, "no interval worth reading"),
     }
 
 
@@ -263,12 +264,18 @@ VIEWS = [
     "prompt",
     "system",
     "compare",
+    "compare seeds",
 ]
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view(
-    stack: Endpoints, play: ImprovingRun, hostile: ImprovingRun, page: Page, view: str
+    stack: Endpoints,
+    play: ImprovingRun,
+    hostile: ImprovingRun,
+    seeds: list[ImprovingRun],
+    page: Page,
+    view: str,
 ) -> None:
     """Every view loads without console errors, is accessible in light and dark, and fits a narrow
     screen."""
@@ -365,6 +372,63 @@ def test_runs_are_added_to_a_comparison_and_removed(
     console_errors.clear()
     page.get_by_role("button", name="Remove nowhere").click()
     expect(page.get_by_role("slider", name="Accuracy of fresh rollouts")).to_be_visible()
+
+
+@pytest.fixture(scope="module")
+def seeds(stack: Endpoints) -> list[ImprovingRun]:
+    """Creates runs of two variants: one with three seeds, the third of fewer steps, and one with
+    two."""
+    runs = []
+    for label, overrides, lengths in (
+        ("a", {}, (8, 8, 4)),
+        ("b", {"reevaluate": {"c1": 0.5}}, (8, 8)),
+    ):
+        for seed, steps in enumerate(lengths, start=1):
+            name = f"seeds-{label}-s{seed}"
+            run = ImprovingRun(stack, small_config(name, steps=40, seed=seed, **overrides))
+            for step in range(1, steps + 1):
+                run.run_step(step)
+            runs.append(run)
+    return runs
+
+
+SEEDS_PAGE = "/compare?runs=seeds-a-s1,seeds-a-s2,seeds-a-s3,seeds-b-s1,seeds-b-s2"
+
+
+def test_the_seeds_of_a_variant_are_one_line_in_a_band(
+    stack: Endpoints, seeds: list[ImprovingRun], page: Page
+) -> None:
+    visit(page, stack, SEEDS_PAGE)
+    fresh = page.locator("figure", has=page.get_by_role("slider", name="Accuracy of fresh rollou"))
+    expect(fresh.locator(".legend .key")).to_contain_text(
+        ["seeds-a (3 seeds)", "seeds-b (2 seeds)"]
+    )
+    expect(fresh.locator(".band")).to_have_count(2)
+    # The two longer seeds of the first variant go on where the third has ended.
+    expect(fresh.locator(".line.faint")).to_have_count(2)
+    strokes = fresh.locator("path.line").evaluate_all("all => all.map(one => one.style.stroke)")
+    assert strokes == ["var(--blue)"] * 3 + ["var(--orange)"]
+    chips = page.get_by_role("list", name="Compared runs").locator("i")
+    assert chips.evaluate_all("all => all.map(one => one.style.background)") == (
+        ["var(--blue)"] * 3 + ["var(--orange)"] * 2
+    )
+    answer = seeds[0].client.compare(*(run.config.name for run in seeds[1:]))
+    first, second = answer.variants
+    known = [accuracy for accuracy in first.accuracies if accuracy is not None]
+    rows = page.get_by_role("region", name="Held-out accuracy by variant").locator("tbody tr")
+    # Rounded as the page does: Python rounds 0.0625 down.
+    spread = [
+        page.evaluate("x => x.toFixed(3)", x) for x in (sum(known) / 3, min(known), max(known))
+    ]
+    expect(rows.nth(0)).to_contain_text("{}{} to {}".format(*spread))
+    expect(rows.nth(1)).to_contain_text("2 seeds: no interval worth reading")
+    assert second.difference is not None
+    difference = page.evaluate("x => x.toFixed(3)", abs(second.difference.mean))
+    expect(rows.nth(1)).to_contain_text(difference)
+    page.get_by_role("button", name="Remove seeds-a-s2").click()
+    page.get_by_role("button", name="Remove seeds-a-s3").click()
+    expect(fresh.locator(".legend .key")).to_contain_text(["seeds-a-s1", "seeds-b (2 seeds)"])
+    expect(fresh.locator(".band")).to_have_count(1)
 
 
 @pytest.mark.parametrize(

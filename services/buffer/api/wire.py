@@ -1238,8 +1238,10 @@ class CallableReplica(ReplicaView):
     """Bearer token that the replica requires; empty if it has reported none."""
 
 
-MAX_COMPARED = 8
+MAX_COMPARED = 24
 """Most runs in a comparison."""
+MAX_VARIANTS = 8
+"""Most variants in a comparison: a chart has so many colours that readers can distinguish."""
 
 
 class Cost(Wire):
@@ -1288,11 +1290,43 @@ class ComparedRun(Wire):
     """Its training prompts by bin, as of its last committed step."""
 
 
+class PairedDifference(Wire):
+    """How a variant differs from the first one, in runs of equal seeds."""
+
+    mean: float
+    """Mean of the differences between runs with the same seed."""
+    seeds: int
+    """Number of the seeds that both variants have."""
+    half_width: float | None
+    """Half of the 95% confidence interval of the mean, by Student's t; null for fewer than 3
+    seeds, whose interval tells nothing."""
+
+
+class ComparedVariant(Wire):
+    """Runs whose configurations are equal but for the seed."""
+
+    name: str
+    """What the names of the runs have in common at their beginning; the name of a single run."""
+    runs: list[str]
+    """Names of the runs."""
+    seeds: list[int]
+    """Seed of each run."""
+    accuracies: list[float | None]
+    """Held-out accuracy of each run at `RunComparison.version`; null without one."""
+    difference: PairedDifference | None
+    """Difference of these accuracies from the first variant's; null for the first variant, and
+    for one without a seed in common with it."""
+
+
 class RunComparison(Wire):
     """Several runs side by side."""
 
     runs: list[ComparedRun]
     """The runs in the order of the request."""
+    variants: list[ComparedVariant]
+    """The runs by variant, in the order of their first runs."""
+    version: int | None
+    """Last policy version that every run with evaluations has evaluated; null without one."""
     differing_config: dict[str, list[Any]]
     """Values of the runs, in their order, by dotted key of the configuration, where any two
     differ, the name left out; null where a run does not have the key."""

@@ -8,7 +8,7 @@ import * as format from "../format.js";
 import { drawAxes, drawLanes, drawLimit, drawMarks } from "./axes.js";
 import { layoutOf } from "./layout.js";
 import { drawSeries, round, swatch } from "./marks.js";
-import { valueTable } from "./table.js";
+import { valueTable, valueText } from "./table.js";
 
 /**
  * @typedef {object} Series
@@ -16,7 +16,8 @@ import { valueTable } from "./table.js";
  * @property {(number | null)[]} values one for each x; null is a gap
  * @property {string} color
  * @property {"line" | "faint" | "area" | "bar" | "band" | "points"} [kind]
- * @property {number[]} [low] lower edge of a band, whose upper edge is `values`
+ * @property {(number | null)[]} [low] lower edge of a band, whose upper edge is `values`
+ * @property {(number | null)[]} [high] with `low`: the edges of a band around a line
  * @property {"circle" | "triangle" | "diamond"} [marker]
  * @property {boolean[]} [ringed] points with a ring around them
  * @property {boolean} [stepped] an area that jumps from point to point
@@ -254,13 +255,11 @@ class Chart {
   /** The value of a series at index i; without a cursor, its last one if it ends earlier. */
   #valueText(series, i) {
     const { format: formatted, x } = this.options;
-    const value = series.values[i];
-    if (series.low) return `${formatted(series.low[i])} to ${formatted(value)}`;
-    if (value !== null) return formatted(value);
+    if (series.values[i] !== null) return valueText(series, i, formatted);
     if (series.kind === "points") return "";
     const last = this.at === null ? series.values.findLastIndex((other) => other !== null) : -1;
     if (last < 0) return format.NONE;
-    return `${formatted(series.values[last])} at ${x} ${format.count(this.data.x[last])}`;
+    return `${valueText(series, last, formatted)} at ${x} ${format.count(this.data.x[last])}`;
   }
 
   #fillTable() {

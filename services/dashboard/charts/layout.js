@@ -71,7 +71,7 @@ function yDomainOf(data, stacked, stacks) {
   if (data.yDomain) return data.yDomain;
   const values = data.series
     .filter((series) => !stacked.includes(series))
-    .flatMap((series) => [...series.values, ...(series.low ?? [])]);
+    .flatMap((series) => [...series.values, ...(series.low ?? []), ...(series.high ?? [])]);
   const range = extent([
     ...values.filter((value) => value !== null),
     ...(stacks.at(-1)?.high ?? []),

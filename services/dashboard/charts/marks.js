@@ -20,7 +20,13 @@ const DRAW = { area: drawArea, bar: drawBars, band: drawBand, points: drawPoints
  */
 export const drawSeries = (series, data, layout) => (DRAW[series.kind] ?? drawLine)(series, data, layout);
 
-function drawLine(series, { x }, { toX, toY }) {
+function drawLine(series, data, layout) {
+  const line = drawPath(series, data, layout);
+  if (!series.high) return line;
+  return s("g", {}, drawEdges(series.low, series.high, series.color, data, layout), line);
+}
+
+function drawPath(series, { x }, { toX, toY }) {
   const faint = series.kind === "faint";
   const points = series.values.map((value, i) => (value === null ? null : [toX(x[i]), toY(value)]));
   const connected = series.joined ? points.filter((point) => point !== null) : points;
@@ -51,10 +57,18 @@ function drawArea(series, data, layout) {
 }
 
 function drawBand(series, data, layout) {
+  return drawEdges(series.low, series.values, series.color, data, layout);
+}
+
+/** Fills the area between two edges, which have values from some x to another. */
+function drawEdges(low, high, color, { x }, layout) {
+  const from = high.findIndex((value) => value !== null);
+  const to = high.findLastIndex((value) => value !== null) + 1;
+  const inner = { x: x.slice(from, to) };
   return s("path", {
     class: "band",
-    d: outline(data, layout, series.low, series.values),
-    style: { fill: series.color },
+    d: from < 0 ? "" : outline(inner, layout, low.slice(from, to), high.slice(from, to)),
+    style: { fill: color },
   });
 }
 

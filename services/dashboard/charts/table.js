@@ -5,16 +5,19 @@ import * as format from "../format.js";
 
 const MAX_ROWS = 200;
 
+/** The value of a series at index i, with the edges of its band. @param {import("./chart.js").Series} series */
+export function valueText({ values, low, high }, i, format) {
+  const value = format(values[i]);
+  if (!low || values[i] === null) return value;
+  return high ? `${value} (${format(low[i])} to ${format(high[i])})` : `${format(low[i])} to ${value}`;
+}
+
 /** @param {import("./chart.js").Data} data @param {import("./chart.js").Options} options */
 export function valueTable(data, options) {
   const columns = data.series.filter((series) => !series.hidden);
   const stride = Math.ceil(data.x.length / MAX_ROWS);
   const last = data.x.length - 1;
   const indices = data.x.map((_, i) => i).filter((i) => (last - i) % stride === 0);
-  const cell = (series, i) =>
-    series.low
-      ? `${options.format(series.low[i])} to ${options.format(series.values[i])}`
-      : options.format(series.values[i]);
   const sampling = stride > 1 ? `, every ${stride}th of ${data.x.length} points` : "";
   return h(
     "div",
@@ -42,7 +45,7 @@ export function valueTable(data, options) {
             "tr",
             {},
             h("th", { scope: "row", class: "number" }, format.count(data.x[i])),
-            columns.map((series) => h("td", { class: "number" }, cell(series, i))),
+            columns.map((series) => h("td", { class: "number" }, valueText(series, i, options.format))),
           ),
         ),
       ),

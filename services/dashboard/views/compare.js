@@ -1,4 +1,5 @@
-// Any number of runs side by side, over what they cost.
+// Runs side by side, over what they cost. Runs whose configurations differ in the seed alone are one
+// variant, which has one colour.
 
 import { get } from "../api.js";
 import { chart } from "../charts/chart.js";
@@ -8,9 +9,10 @@ import * as format from "../format.js";
 import { announce, empty, keeper, region } from "../live.js";
 import { href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
+import { mean } from "../steps.js";
 import { table } from "../tables.js";
 
-const MAX_RUNS = 8;
+const MAX_RUNS = 24;
 /** What curves are drawn over: the title of the axis, and the value of a point. */
 const COSTS = {
   steps: { title: "training steps", of: (point) => point.step ?? point.version - 1 },
@@ -20,7 +22,7 @@ const COSTS = {
 };
 
 export function showCompare(root, signal, query) {
-  /** Names of the compared runs, in the order of their colours. */
+  /** Names of the compared runs, in the order of selection. */
   let names = [...new Set((query.runs ?? "").split(",").filter(Boolean))].slice(0, MAX_RUNS);
   let cost = query.by in COSTS ? query.by : "steps";
   let comparison = null;
@@ -93,12 +95,12 @@ export function showCompare(root, signal, query) {
 
   function load() {
     input.disabled = add.disabled = names.length >= MAX_RUNS;
-    fill(chosen, names.map(chip));
     comparison = null;
+    fill(chosen, names.map(chip));
     if (names.length === 0) return results.show(empty("Add the names of the runs to compare."));
     keepResults({
       load: (signal) => get("/comparisons", { run: names }, signal),
-      show: (loaded) => ((comparison = loaded), draw()),
+      show: (loaded) => ((comparison = loaded), fill(chosen, names.map(chip)), draw()),
       refuse: results.refuse,
     });
   }
@@ -107,11 +109,12 @@ export function showCompare(root, signal, query) {
     if (comparison) results.show(comparisonView(comparison, COSTS[cost]));
   }
 
-  function chip(name, i) {
+  function chip(name) {
+    const variant = comparison?.variants.findIndex(({ runs }) => runs.includes(name)) ?? -1;
     return h(
       "li",
       {},
-      h("i", { style: { background: color(i) } }),
+      h("i", { style: { background: variant < 0 ? "var(--faint)" : color(variant) } }),
       h("a", { href: href(["runs", name]) }, name),
       h(
         "button",
@@ -130,10 +133,14 @@ export function showCompare(root, signal, query) {
   }
 }
 
-function comparisonView({ runs, differing_config: differing }, cost) {
+function comparisonView({ runs, variants, version, differing_config: differing }, cost) {
+  const several = variants.some((variant) => variant.runs.length > 1);
   const curves = (options, pointsOf, valueOf, smooth) => {
-    const figure = chart({ ...options, x: cost.title, format: format.score, height: 260 });
-    figure.update(aligned(runs.map(pointsOf), runs, cost.of, valueOf, smooth));
+    const note = several
+      ? `${options.note} Lines are means over the seeds, as far as all of them go, in bands from the lowest to the highest; thin lines are seeds that go further.`
+      : options.note;
+    const figure = chart({ ...options, note, x: cost.title, format: format.score, height: 260 });
+    figure.update(aligned(runs, variants, pointsOf, cost.of, valueOf, smooth));
     return figure.element;
   };
   const accuracy = curves(
@@ -167,10 +174,13 @@ function comparisonView({ runs, differing_config: differing }, cost) {
     ["Last accuracy", (_, i) => format.score(measured[i].at(-1))],
     ["Best accuracy", (_, i) => format.score(measured[i].length ? Math.max(...measured[i]) : null)],
   ];
-  const columns = (cell, attributes = {}) =>
+  const columns = (cell, attributes) =>
     runs.map((run, i) => ({ title: run.run, ...attributes, cell: (row) => cell(row, run, i) }));
+  const valuesOf = (variant, values) =>
+    variant.runs.map((name) => JSON.stringify(values[runs.findIndex(({ run }) => run === name)]));
   return [
     h("div", { class: "charts wide" }, accuracy, fresh),
+    several && variantTable(variants, version),
     h(
       "section",
       { class: "card" },
@@ -206,27 +216,124 @@ function comparisonView({ runs, differing_config: differing }, cost) {
         empty: "The configurations are equal.",
         columns: [
           { title: "Key", cell: ([key]) => h("code", {}, key) },
-          ...columns(([, values], _, i) => h("code", {}, JSON.stringify(values[i]))),
+          ...variants.map((variant) => ({
+            title: titleOf(variant),
+            cell: ([, values]) => h("code", {}, [...new Set(valuesOf(variant, values))].join(", ")),
+          })),
         ],
       }),
     ),
   ];
 }
 
+/** The name of a variant, with the number of its seeds, or of its runs if two have the same seed. */
+function titleOf({ name, runs, seeds }) {
+  if (runs.length === 1) return name;
+  return `${name} (${format.plural(runs.length, new Set(seeds).size === runs.length ? "seed" : "run")})`;
+}
+
+function variantTable(variants, version) {
+  const known = ({ accuracies }) => accuracies.filter((accuracy) => accuracy !== null);
+  const [first] = variants;
+  return h(
+    "section",
+    { class: "card" },
+    h("h2", {}, "Variants"),
+    h(
+      "p",
+      { class: "note" },
+      version === null
+        ? "No policy version was evaluated in all runs, so accuracies are not compared."
+        : `Held-out accuracy after ${format.plural(version - 1, "step")}, the last that all runs with evaluations have evaluated. Differences are between runs of the same seed, with half of the 95% interval of their mean.`,
+    ),
+    table({
+      caption: "Held-out accuracy by variant",
+      hideCaption: true,
+      rows: variants,
+      columns: [
+        {
+          title: "Variant",
+          cell: (variant) => [
+            h("i", { class: "colour", style: { background: color(variants.indexOf(variant)) } }),
+            variant.name,
+          ],
+        },
+        { title: "Seeds", cell: ({ seeds }) => seeds.join(", ") },
+        { title: "Mean", number: true, cell: (variant) => format.score(mean(known(variant))) },
+        {
+          title: "Lowest to highest",
+          number: true,
+          cell: (variant) => {
+            const values = known(variant);
+            if (values.length < 2) return format.NONE;
+            return `${format.score(Math.min(...values))} to ${format.score(Math.max(...values))}`;
+          },
+        },
+        ...(variants.length > 1
+          ? [{ title: `Difference from ${first.name}`, cell: (variant) => difference(variant, first) }]
+          : []),
+      ],
+    }),
+  );
+}
+
+function difference(variant, first) {
+  if (variant === first) return format.NONE;
+  if (!variant.difference) return "no seed in common";
+  const { mean: value, seeds, half_width: half } = variant.difference;
+  const signed = `${value < 0 ? "−" : "+"}${format.score(Math.abs(value))}`;
+  return half === null
+    ? `${signed}, ${format.plural(seeds, "seed")}: no interval worth reading`
+    : `${signed} ± ${format.score(half)}, ${format.plural(seeds, "seed")}`;
+}
+
 /**
- * Puts the points of the runs on the union of their x, interpolating where a run has no point.
- * `smooth` is applied to the values of each run.
+ * Puts the points of the runs on the union of their x, interpolating where a run has no point, and
+ * joins the runs of a variant. `smooth` is applied to the values of each run.
  */
-function aligned(pointsByRun, runs, xOf, valueOf, smooth = (values) => values) {
-  const x = [...new Set(pointsByRun.flat().map(xOf))].sort((a, b) => a - b);
+function aligned(runs, variants, pointsOf, xOf, valueOf, smooth = (values) => values) {
+  const x = [...new Set(runs.flatMap(pointsOf).map(xOf))].sort((a, b) => a - b);
+  const curveOf = (run) => {
+    const points = pointsOf(run);
+    return interpolated(points.map(xOf), smooth(points.map(valueOf)), x);
+  };
   return {
     x,
-    series: pointsByRun.map((points, i) => ({
-      name: runs[i].run,
-      color: color(i),
-      values: interpolated(points.map(xOf), smooth(points.map(valueOf)), x),
-    })),
+    series: variants.flatMap((variant, i) => {
+      // A run without points yet does not shorten the curve of its variant.
+      const begun = runs.filter((run) => variant.runs.includes(run.run) && pointsOf(run).length > 0);
+      const curves = begun.map(curveOf);
+      const name = titleOf({ ...variant, ...seedsOf(variant, begun) });
+      if (curves.length < 2)
+        return { name, color: color(i), values: curves[0] ?? x.map(() => null) };
+      return band(name, color(i), curves, x);
+    }),
   };
+}
+
+/** The names and seeds of the runs of a variant that have points; of all if none has. */
+function seedsOf(variant, begun) {
+  if (begun.length === 0) return variant;
+  const runs = begun.map(({ run }) => run);
+  return { runs, seeds: runs.map((run) => variant.seeds[variant.runs.indexOf(run)]) };
+}
+
+/** The mean of the curves in a band from their minimum to their maximum, and what goes further. */
+function band(name, color, curves, x) {
+  const over = (reduce) =>
+    x.map((_, i) => {
+      const values = curves.map((curve) => curve[i]);
+      return values.includes(null) ? null : reduce(values);
+    });
+  const values = over(mean);
+  const end = values.findLastIndex((value) => value !== null);
+  const low = over((seeds) => Math.min(...seeds));
+  const high = over((seeds) => Math.max(...seeds));
+  const further = curves
+    .map((curve) => curve.map((value, i) => (i < end ? null : value)))
+    .filter((curve) => curve.some((value, i) => i > end && value !== null))
+    .map((curve) => ({ name, color, kind: "faint", hidden: true, values: curve }));
+  return [{ name, color, values, low, high }, ...further];
 }
 
 /** Returns the values at the sorted `targets`, on straight lines; null outside of `x`. */

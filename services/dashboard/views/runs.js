@@ -11,7 +11,7 @@ import { progress, statusPill } from "./pieces.js";
 
 const STATUSES = ["created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"];
 const PAGE_SIZE = 25;
-const MAX_COMPARED = 8;
+const MAX_COMPARED = 24;
 const NO_EVALUATIONS = [];
 
 export function showRuns(root, signal, query) {

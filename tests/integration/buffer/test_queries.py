@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import random
+import statistics
 from collections import defaultdict
 from statistics import mean
 
@@ -488,8 +489,59 @@ def test_accuracies_come_with_what_it_took_to_train_the_version(stack: Endpoints
 
 
 def test_a_comparison_of_too_many_runs_is_refused(account: Account) -> None:
-    with pytest.raises(ServiceError, match="List should have at most 8 items"):
-        account.client.compare(*["queries"] * 8)
+    with pytest.raises(ServiceError, match="List should have at most 24 items"):
+        account.client.compare(*["queries"] * 24)
+
+
+def test_a_comparison_of_more_variants_than_colours_is_refused(stack: Endpoints) -> None:
+    drivers = [
+        Driver(stack, small_config(f"variants-{number}", steps=10 + number)) for number in range(9)
+    ]
+    names = [driver.config.name for driver in drivers[1:]]
+    assert len(drivers[0].client.compare(*names[:7]).variants) == 8
+    with pytest.raises(ServiceError, match="the runs are 9 variants, and a comparison has 8 at"):
+        drivers[0].client.compare(*names)
+
+
+def _evaluate(driver: Driver, version: int) -> None:
+    groups = encode_groups(driver.groups(version, "evaluation"))
+    driver.client.post_groups(version, "evaluation", groups)
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_variant(stack: Endpoints) -> None:
+    """Accuracies are compared at the last version that all runs have evaluated, seed by seed."""
+    drivers = [
+        Driver(stack, small_config(f"seeds-{label}-s{seed}", seed=seed, **overrides))
+        for label, overrides in (("a", {}), ("b", {"reevaluate": {"c1": 0.5}}))
+        for seed in (1, 2, 3)
+    ]
+    for driver in drivers:
+        _evaluate(driver, 1)
+    for step in (1, 2, 3):
+        drivers[0].run_step(step)
+    _evaluate(drivers[0], 4)
+    waiting = Driver(stack, small_config("other", seed=4))
+    names = [driver.config.name for driver in [*drivers[1:], waiting]]
+    answer = drivers[0].client.compare(*names)
+    assert answer.version == 1
+    first, second = answer.variants
+    assert first.name == "seeds-a-s1 and 3 more"
+    assert first.seeds == [1, 2, 3, 4]
+    assert (second.name, second.seeds) == ("seeds-b", [1, 2, 3])
+    measured = {run.run: [point.mean_accuracy for point in run.evaluations] for run in answer.runs}
+    assert first.accuracies == [*(measured[name][0] for name in first.runs[:3]), None]
+    assert first.difference is None
+    differences = [
+        measured[f"seeds-b-s{seed}"][0] - measured[f"seeds-a-s{seed}"][0] for seed in (1, 2, 3)
+    ]
+    assert second.difference is not None
+    assert second.difference.seeds == 3
+    assert second.difference.mean == pytest.approx(statistics.mean(differences))
+    half_width = 4.303 * statistics.stdev(differences) / 3**0.5
+    assert second.difference.half_width == pytest.approx(half_width)
+    with_two = drivers[0].client.compare("seeds-a-s2", "seeds-b-s1", "seeds-b-s2").variants[1]
+    assert with_two.difference is not None
+    assert (with_two.difference.seeds, with_two.difference.half_width) == (2, None)
 
 
 def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:

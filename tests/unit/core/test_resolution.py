@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bapo_core.resolution import (
     Observation,
     Resolution,
+    paired_difference,
     resolve,
     studentized_range_quantile,
     students_t_quantile,
@@ -202,3 +203,14 @@ def test_places_agree_with_pairs_and_with_any_scale(
         behind = sum(found.is_ahead(other, variant) for other in places)
         assert places[variant] == (1 + behind, count - ahead)
         assert reverse[variant] == (1 + ahead, count - behind)
+
+
+@pytest.mark.parametrize(
+    ("differences", "half_width"),
+    [
+        ([1.0, 3.0, 2.0], 4.303 * 1.0 / 3**0.5),
+        ([0.0] * 6 + [12.0] * 6, 2.201 * 6.26703 / 12**0.5),
+    ],
+)
+def test_the_interval_is_that_of_students_t(differences: list[float], half_width: float) -> None:
+    assert paired_difference(differences)["half_width"] == pytest.approx(half_width, rel=1e-4)

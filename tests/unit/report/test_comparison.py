@@ -21,7 +21,6 @@ from services.cli.variants import PlannedRun
 from services.report.comparison import (
     COSTS,
     RunResult,
-    paired_difference,
     write_comparison,
 )
 from services.report.summary import RunHistory
@@ -295,17 +294,6 @@ def test_more_variants_than_colours_are_all_drawn(tmp_path: Path) -> None:
     page = write_comparison(runs, tmp_path).read_text()
     curves = page[page.index("Held-out accuracy by training steps") :].split("</figure>")[0]
     assert all(f"variant-{number}" in curves for number in range(9))
-
-
-@pytest.mark.parametrize(
-    ("differences", "half_width"),
-    [
-        ([1.0, 3.0, 2.0], 4.303 * 1.0 / 3**0.5),
-        ([0.0] * 6 + [12.0] * 6, 2.201 * 6.26703 / 12**0.5),
-    ],
-)
-def test_the_interval_is_that_of_students_t(differences: list[float], half_width: float) -> None:
-    assert paired_difference(differences)["half_width"] == pytest.approx(half_width, rel=1e-4)
 
 
 def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
