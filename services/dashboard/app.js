@@ -35,8 +35,17 @@ function viewOf({ path, query }) {
   return null;
 }
 
+/** Replaces `#/runs/R/prompts/UID`, which readers guess, by the address of the prompt's page. */
+function correctAddress() {
+  const { path, query } = current();
+  const [first, name, section, ...uid] = path;
+  if (first !== "runs" || section !== "prompts" || uid.length === 0) return;
+  history.replaceState(null, "", href(["runs", name, "prompt"], { ...query, uid: uid.join("/") }));
+}
+
 function navigate() {
   if (takeTokenFromAddress()) return;
+  correctAddress();
   visit.abort();
   visit = new AbortController();
   if (!token()) return prompt();

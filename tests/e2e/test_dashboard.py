@@ -577,6 +577,16 @@ def test_a_prompt_opens_with_its_trajectories(
     expect(page).to_have_url(re.compile(f"first={other.group_id}"))
 
 
+def test_a_guessed_address_of_a_prompt_leads_to_its_page(
+    stack: Endpoints, play: ImprovingRun, page: Page
+) -> None:
+    uid = uid_of(play)
+    visit(page, stack, f"/runs/dashboard/prompts/{uid}")
+    expect(page.locator(".uid")).to_have_text(uid)
+    expect(page).to_have_url(re.compile(r"#/runs/dashboard/prompt\?uid="))
+    expect(page.locator("main")).to_contain_text("mean log-prob")
+
+
 def test_a_prompt_shows_its_images(stack: Endpoints, page: Page) -> None:
     config = config_from(
         {
