@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
 
 from services.buffer.database import OutageWatch
+from services.buffer.storage.vocabularies import Vocabularies
 from services.common.objectstore import ObjectStore
 
 RECHECK_S = 0.5
@@ -61,6 +62,7 @@ class Service:
         """Client of the same store for health checks, which must not wait for retries."""
         self.outages = OutageWatch(engine)
         self.sessions = sessionmaker(engine, expire_on_commit=False)
+        self.vocabularies = Vocabularies(store)
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changes: dict[str, asyncio.Event] = defaultdict(asyncio.Event)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bapo_core.config import config_from
 from bapo_core.seeding import derive_rng
@@ -24,6 +25,8 @@ from bapo_core.tasks.countdown import CountdownTask
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.common import layout
+from services.common.objectstore import BytesContent, ObjectStore
 from services.datasets import load_datasets, store_dataset
 from services.stack.stack import Endpoints
 from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
@@ -575,6 +578,61 @@ def test_a_prompt_opens_with_its_trajectories(
     other = attempts[1]
     page.get_by_role("combobox", name="First group").select_option(str(other.group_id))
     expect(page).to_have_url(re.compile(f"first={other.group_id}"))
+
+
+class BytePairRun(ImprovingRun):
+    """A run whose responses are the tokens of a byte-level BPE tokenizer, which it publishes."""
+
+    TEXT = "The sum of 12 and 30 is 42. 🧮"
+
+    def __init__(self, stack: Endpoints, name: str) -> None:
+        super().__init__(stack, small_config(name))
+        self.hostile = self.TEXT
+        self.tokenizer = Tokenizer(models.BPE())
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=280, initial_alphabet=alphabet, show_progress=False
+        )
+        self.tokenizer.train_from_iterator(["The sum of 12 and 30 is 42."] * 3, trainer)
+
+    def _response(
+        self, prompt: wire.PromptItem, rng: random.Random, right: bool
+    ) -> TrajectoryResponse:
+        ids = self.tokenizer.encode(self.TEXT).ids
+        response = super()._response(prompt, rng, right)
+        return replace(response, token_ids=ids, logprobs=[-0.5] * len(ids))
+
+    def publish(self) -> None:
+        store = ObjectStore(self.stack.object_store)
+        prefix = layout.weights(self.config.name, 1, self.client.attempt)
+        files = {"tokenizer.json": BytesContent(self.tokenizer.to_str().encode())}
+        self.client.publish_weights(1, store.put_files(prefix, files))
+
+
+def test_tokens_are_shown_with_their_own_text(stack: Endpoints, page: Page) -> None:
+    run = BytePairRun(stack, "dashboard-tokens")
+    run.roll_out(1)
+    uid = run.client.step_prompts(1, "fresh").prompts[0].uid
+    visit(page, stack, f"/runs/dashboard-tokens/prompt?uid={uid}")
+    shade = page.get_by_label("Show tokens, shaded by log-prob")
+    shade.check()
+    tokens = page.locator(".tokens").first.locator(".token")
+    ids = run.tokenizer.encode(run.TEXT).ids
+    expect(tokens).to_have_text([str(token_id) for token_id in ids])
+    run.publish()
+    shade.uncheck()
+    shade.check()
+    expect(tokens.first).to_have_text("The")
+    texts = tokens.all_text_contents()
+    assert "".join(texts[:-4]) == "The sum of 12 and 30 is 42. "
+    assert " sum" in texts
+    assert texts[-4:] == ["<0xF0>", "<0x9F>", "<0xA7>", "<0xAE>"]
+    group = run.client.group(run.client.prompt_history(uid).attempts[0].group_id)
+    assert group.responses[0].tokens is None
+    with_tokens = run.client.group(group.group_id, tokens=True)
+    assert [response.tokens for response in with_tokens.responses] == [texts] * run.size
 
 
 def test_a_guessed_address_of_a_prompt_leads_to_its_page(

@@ -569,9 +569,13 @@ class BufferClient:
         """
         return bytes(self._send("GET", f"/v1/runs/{self.run}/batches/{step}/arrow").content)
 
-    def group(self, group_id: int) -> wire.GroupView:
-        """Returns a group with its trajectories. Raises `ServiceError` (404) for an unknown id."""
-        return self._get(wire.GroupView, f"groups/{group_id}")
+    def group(self, group_id: int, *, tokens: bool = False) -> wire.GroupView:
+        """Returns a group with its trajectories. Raises `ServiceError` (404) for an unknown id.
+
+        tokens: with the text of each token.
+        """
+        params = {"tokens": tokens} if tokens else {}
+        return self._get(wire.GroupView, f"groups/{group_id}", **params)
 
     def responses(self, *, page_size: int = 50, **filters: Any) -> Iterator[wire.ListedResponse]:
         """Yields what the model wrote, by step and group.

@@ -1113,6 +1113,10 @@ class ResponseView(Response):
 
     token_ids: list[int]
     """Token ids of the response, without the prompt's."""
+    tokens: list[str] | None = None
+    """Text of each token, if it was asked for; bytes of a part of a character as in `<0xE2>`. null
+    while the tokenizer is not known: before the first version of the weights is published, and for
+    models without a tokenizer.json."""
     logprobs: list[float]
     """Log-probs of the tokens under the policy that sampled them, one for each token."""
     interruptions: dict[int, int]

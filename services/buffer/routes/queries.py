@@ -34,7 +34,7 @@ from services.buffer.runs import runs
 from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.steps import batches, buffers
-from services.buffer.storage import stored_groups
+from services.buffer.storage import artifacts, stored_groups
 from services.common.guard import GuardedRoute
 from services.common.problems import not_found
 
@@ -338,13 +338,21 @@ def list_responses(
 
 
 @router.get("/groups/{group_id}", tags=["groups"])
-def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.GroupView:
+def get_group(
+    service: ServiceDep,
+    name: RunName,
+    group_id: GroupId,
+    tokens: Annotated[bool, Query(description="Also the text of each token")] = False,
+) -> wire.GroupView:
     """Returns the responses of a group: text, tokens, log-probs and rewards."""
     with service.sessions() as session:
-        group, prompt = stored_groups.find_group(runs.get_run(session, name), group_id)
+        run = runs.get_run(session, name)
+        group, prompt = stored_groups.find_group(run, group_id)
+        weights = artifacts.get_weights(run, 1) if tokens else None
     table = read_trajectories(service.store.get(group.object_key, group.object_digest))
     trajectory = groups_of(table.slice(group.row_start, group.row_count))[0]
-    return stored_groups.group_view(group, prompt, trajectory)
+    texts = None if weights is None else service.vocabularies.read(weights)
+    return stored_groups.group_view(group, prompt, trajectory, texts)
 
 
 @router.get(

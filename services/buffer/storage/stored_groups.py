@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, and_, func, select, update
@@ -14,6 +14,7 @@ from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup
 from services.buffer.storage.images import IMAGE_DIGESTS
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
+from services.buffer.storage.vocabularies import texts_of
 from services.common.problems import not_found
 
 # Selecting columns takes half the time of loading whole rows.
@@ -137,8 +138,12 @@ def find_group(run: Run, group_id: int) -> tuple[RolloutGroup, PromptRow]:
 
 
 def group_view(
-    group: RolloutGroup, prompt: PromptRow, trajectory: TrajectoryGroup
+    group: RolloutGroup,
+    prompt: PromptRow,
+    trajectory: TrajectoryGroup,
+    texts: Mapping[int, str] | None,
 ) -> wire.GroupView:
+    """Returns a group for people. texts: of tokens by id, if the tokens' texts are asked for."""
     return wire.GroupView(
         group_id=group.id,
         prompt_uid=prompt.uid,
@@ -158,6 +163,7 @@ def group_view(
                 reward_parts=response.reward_parts,
                 finish_reason=response.finish_reason,
                 token_ids=response.token_ids,
+                tokens=None if texts is None else texts_of(response.token_ids, texts),
                 logprobs=response.logprobs,
                 interruptions=response.interruptions,
                 outcome=response.outcome,

@@ -22,15 +22,15 @@ def group(run: str, group_id: int, as_json: bool) -> None:
     """Show the responses of one group.
 
     Prints the problem, then each response with its reward. `bapo prompt RUN UID` shows the groups
-    of a prompt, `bapo batches RUN --step STEP` those of a batch. With --json, the tokens and their
-    log-probs are there too.
+    of a prompt, `bapo batches RUN --step STEP` those of a batch. With --json, the tokens are there
+    too, with their texts and log-probs.
 
     \b
     Examples:
       bapo group countdown 318
       bapo group countdown 318 --json
     """
-    answer = connect(run).group(group_id)
+    answer = connect(run).group(group_id, tokens=as_json)
     if as_json:
         print_json(answer)
     else:

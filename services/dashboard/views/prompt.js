@@ -244,7 +244,7 @@ function trajectories(visit, root) {
   const shade = h("input", {
     type: "checkbox",
     id: "shade",
-    onchange: () => ["first", "second"].forEach(draw),
+    onchange: () => ["first", "second"].forEach(redraw),
   });
   const panels = Object.fromEntries(
     ["first", "second"].map((side) => [
@@ -296,10 +296,20 @@ function trajectories(visit, root) {
     );
     if (panel.group?.group_id === chosen[side]) return;
     panel.keep({
-      load: (signal) => get(path`/runs/${name}/groups/${chosen[side]}`, {}, signal),
+      load: (signal) =>
+        get(path`/runs/${name}/groups/${chosen[side]}`, shade.checked ? { tokens: true } : {}, signal),
       show: (group) => ((panel.group = group), draw(side)),
       refuse: (problem) => panel.area.show(refusal(problem)),
     });
+  }
+
+  /** Draws the group again, with the text of its tokens if they are shown. */
+  function redraw(side) {
+    const panel = panels[side];
+    if (!panel.group) return;
+    if (!shade.checked) return draw(side);
+    panel.group = null;
+    load(side);
   }
 
   function draw(side) {

@@ -112,7 +112,7 @@ function tokens(response, characters) {
         style: { "--share": `${share}%` },
         title: `token ${id}, log-prob ${format.number(logprob)}, probability ${probability}`,
       },
-      characters?.get(id) ?? String(id),
+      response.tokens?.[i] ?? characters?.get(id) ?? String(id),
     );
   };
   const show = (count) => {
@@ -136,8 +136,8 @@ function tokens(response, characters) {
 }
 
 /**
- * Maps token ids to characters, from the text of responses: the service does not know the tokenizer,
- * but with a character tokenizer the n-th character is the n-th token. Null unless that holds for
+ * Maps token ids to characters, from the text of responses, where the service does not know the tokenizer:
+ * with a character tokenizer the n-th character is the n-th token. Null unless that holds for
  * every response, with one character per id.
  * @returns {Map<number, string> | null}
  */
