@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,49 @@ def test_a_command_takes_a_run_over_only_if_it_is_told_to(
     logs = Path(bapo.environment["BAPO_HOME"]) / "logs" / "taken"
     assert "was stopped by" in (logs / "collector.previous.log").read_text()
     assert "was stopped by" not in (logs / "collector.log").read_text()
+
+
+def start_in_terminal(bapo: Bapo, answer: str, name: str, *options: str) -> subprocess.Popen[str]:
+    """Starts `bapo run` with a pseudo-terminal as its input, into which the answer is typed."""
+    ours, terminal = os.openpty()
+    try:
+        os.write(ours, f"{answer}\n".encode())
+        return subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "run", f"{name}.yaml", *options],
+            cwd=bapo.directory,
+            env=bapo.environment,
+            stdin=terminal,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=(ours,),  # The terminal exists as long as somebody has this end of it.
+        )
+    finally:
+        os.close(ours)
+        os.close(terminal)
+
+
+def test_a_command_in_a_terminal_asks_before_it_takes_a_run_over(bapo: Bapo) -> None:
+    first = bapo.start("asked")
+    client = bapo.client("asked")
+    _wait_until(lambda: _committed(client) >= 1, first)
+    client.pause()  # so that it does not end meanwhile
+    declined = start_in_terminal(bapo, "n", "asked", "--resume")
+    output, errors = declined.communicate(timeout=TIMEOUT_S)
+    assert declined.returncode == 1
+    assert f"by process {first.pid}, at step " in output + errors
+    assert "Stop that command, and continue the run here? [y/N]: " in output + errors
+    assert errors.endswith("error: the run was left to the other command\n")
+    assert first.poll() is None
+    assert client.run_state().attempt == 1
+    agreed = start_in_terminal(bapo, "y", "asked", "--resume")
+    _, errors = first.communicate(timeout=TIMEOUT_S)
+    assert first.returncode == 1
+    assert errors.startswith("error: another command took over run 'asked' at ")
+    assert f"(process {agreed.pid})" in errors
+    output, errors = agreed.communicate(timeout=TIMEOUT_S)
+    assert agreed.returncode == 0, output + errors
+    assert client.run_state().status == "finished"
 
 
 def test_a_command_whose_run_begins_another_attempt_elsewhere_says_so(bapo: Bapo) -> None:
