@@ -37,7 +37,7 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
 
     workflow: str = ""
     """Name of the Argo workflow that the step belongs to."""
-    dashboard_url: Address = ""
+    dashboard_url: Address | None = None
     """Address at which people reach the dashboard; unset where the chart exposes none."""
 
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))

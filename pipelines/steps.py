@@ -128,7 +128,7 @@ class PipelineContext:
             workflow=workflow,
             may_reopen=RetrySettings().kfp_retry_index == 0,
             buffer_url=settings.buffer_url,
-            dashboard_url=settings.dashboard_url.rstrip("/"),
+            dashboard_url=(settings.dashboard_url or "").rstrip("/"),
         )
 
     @property

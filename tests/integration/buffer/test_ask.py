@@ -127,7 +127,7 @@ def test_responses_cannot_change_the_terminal(
     group = driver.client.group(driver.client.recorded_batch(1).members[0].group_id)
     response = group.responses[0].model_copy(update={"text": "é\n\x1b]0;title\x07"})
     changed = group.model_copy(update={"responses": [response]})
-    monkeypatch.setattr(BufferClient, "group", lambda *_: changed)
+    monkeypatch.setattr(BufferClient, "group", lambda *_, **__: changed)
     assert ask("group", "asked", "1").endswith("é\n\\x1b]0;title\\x07\n")
 
 

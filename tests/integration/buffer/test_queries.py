@@ -511,7 +511,7 @@ def _evaluate(driver: Driver, version: int) -> None:
 def test_runs_that_differ_in_the_seed_alone_are_one_variant(stack: Endpoints) -> None:
     """Accuracies are compared at the last version that all runs have evaluated, seed by seed."""
     drivers = [
-        Driver(stack, small_config(f"seeds-{label}-s{seed}", seed=seed, **overrides))
+        Driver(stack, small_config(f"queried-{label}-s{seed}", seed=seed, **overrides))
         for label, overrides in (("a", {}), ("b", {"reevaluate": {"c1": 0.5}}))
         for seed in (1, 2, 3)
     ]
@@ -525,21 +525,21 @@ def test_runs_that_differ_in_the_seed_alone_are_one_variant(stack: Endpoints) ->
     answer = drivers[0].client.compare(*names)
     assert answer.version == 1
     first, second = answer.variants
-    assert first.name == "seeds-a-s1 and 3 more"
+    assert first.name == "queried-a-s1 and 3 more"
     assert first.seeds == [1, 2, 3, 4]
-    assert (second.name, second.seeds) == ("seeds-b", [1, 2, 3])
+    assert (second.name, second.seeds) == ("queried-b", [1, 2, 3])
     measured = {run.run: [point.mean_accuracy for point in run.evaluations] for run in answer.runs}
     assert first.accuracies == [*(measured[name][0] for name in first.runs[:3]), None]
     assert first.difference is None
     differences = [
-        measured[f"seeds-b-s{seed}"][0] - measured[f"seeds-a-s{seed}"][0] for seed in (1, 2, 3)
+        measured[f"queried-b-s{seed}"][0] - measured[f"queried-a-s{seed}"][0] for seed in (1, 2, 3)
     ]
     assert second.difference is not None
     assert second.difference.seeds == 3
     assert second.difference.mean == pytest.approx(statistics.mean(differences))
     half_width = 4.303 * statistics.stdev(differences) / 3**0.5
     assert second.difference.half_width == pytest.approx(half_width)
-    with_two = drivers[0].client.compare("seeds-a-s2", "seeds-b-s1", "seeds-b-s2").variants[1]
+    with_two = drivers[0].client.compare("queried-a-s2", "queried-b-s1", "queried-b-s2").variants[1]
     assert with_two.difference is not None
     assert (with_two.difference.seeds, with_two.difference.half_width) == (2, None)
 

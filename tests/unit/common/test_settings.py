@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, TypeAdapter
+from pydantic.fields import FieldInfo
 
 from bapo_core.errors import ConfigError
+from docs.generate.environment import settings_classes
 from services.common.settings import (
     BufferClientSettings,
     ObjectStoreClientSettings,
     ServerSettings,
     Settings,
+    SettingsGroup,
     variables,
 )
 
@@ -126,3 +130,23 @@ def test_every_variable_is_listed_with_its_description() -> None:
     listening = {"BAPO_HOST", "BAPO_PORT", "BAPO_LISTEN_FD", "BAPO_HOST_NAMES"}
     assert set(described) == {*listening, "BAPO_TOKEN", "BAPO_LIMIT_S", *S3}
     assert all(described.values())
+
+
+@pytest.mark.parametrize("settings", list(settings_classes()), ids=lambda each: each.__qualname__)
+def test_the_defaults_are_values_that_a_variable_may_have(settings: type[Settings]) -> None:
+    """pydantic-settings validates defaults: one that is refused ends each process that lacks the
+    variable, as a step of the pipeline where the chart exposes no dashboard."""
+    for name, field in _fields(settings):
+        if not field.is_required():
+            default = field.get_default(call_default_factory=True, validated_data={})
+            annotated: Any = Annotated[(field.annotation, field, *field.metadata)]
+            assert TypeAdapter(annotated).validate_python(default) == default, name
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields of settings, and those of their groups."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup):
+            yield from _fields(field.annotation)
+        else:
+            yield name, field
