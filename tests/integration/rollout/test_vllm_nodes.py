@@ -22,6 +22,7 @@ from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.nodes import SharedWeightCache, WorkerNodes
 from services.rollout.vllm.server import VllmOptions, find_python
 from services.stack.stack import Endpoints
+from services.stack.supervisor import reserve_ports
 from tests.integration.rollout.test_vllm import (
     LONGEST,
     check_logprobs,
@@ -54,11 +55,11 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def nodes(stack: Endpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     python = Path(find_python(os.environ.get("BAPO_VLLM_PYTHON")))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, reserve_ports(1) as (port,):
         # The nodes share this machine's cores, so that none may bind its threads to them.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
-        nodes = Nodes(stack, tmp_path_factory.mktemp("nodes"), python)
+        nodes = Nodes(stack, tmp_path_factory.mktemp("nodes"), python, {1: port})
         nodes.start(1)
         nodes.wait()
         yield nodes
