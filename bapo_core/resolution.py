@@ -1,4 +1,4 @@
-"""What a comparison of variants with several seeds can decide, and what it cannot.
+"""Computes which differences a comparison of variants with several seeds can decide.
 
 A value of variant i with seed j is modelled as m_i + b_j + e_ij: what the variant adds, what all
 variants share with a seed (the held-out prompts, the order of the training prompts), and the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 from statistics import NormalDist, mean, stdev
 
@@ -23,15 +23,11 @@ from numpy.typing import NDArray
 LEVEL = 0.95
 """Chance that no pair of equal variants is decided."""
 POWER = 0.8
-"""Chance to decide a true difference, for which the number of seeds is planned."""
+"""Statistical power (probability to decide a true difference) that planned seeds must have."""
 MOST_SEEDS = 1_000_000
 """Most seeds that a plan states."""
 FEWEST_PAIRS = 3
-"""Fewest seeds for which pages show an interval: with two, Student's t is 12.7."""
-
-_POINTS = np.linspace(-9.0, 9.0, 8001)
-_NORMAL_CDF = np.array([NormalDist().cdf(point) for point in _POINTS.tolist()])
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(160)
+"""Smallest number of seeds with a shown interval: with two seeds, Student's t is 12.7."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """What the runs of a comparison decide of one measure."""
+    """Decisions of a comparison about one measure: differences between variants and thresholds."""
 
     variants: tuple[str, ...]
     """Labels of the V variants, in the order of their first observations."""
@@ -57,12 +53,12 @@ class Resolution:
     """Estimated differences between variants, row minus column, of shape (V, V). With the same
     seeds for all variants, they are the differences of the means."""
     thresholds: NDArray[np.float64]
-    """For each pair of variants, the difference from which on it is decided, of shape (V, V);
-    infinite for a pair that no seeds connect."""
+    """Smallest decided difference of each pair of variants, of shape (V, V); infinite for a pair
+    that no seeds connect."""
 
     @property
     def smallest_difference(self) -> float:
-        """The difference from which on every pair is decided."""
+        """Smallest difference that is decided for every pair of variants."""
         pairs = combinations(range(len(self.variants)), 2)
         return max(float(self.thresholds[pair]) for pair in pairs)
 
@@ -90,7 +86,7 @@ class Resolution:
         }
 
     def seeds_for(self, difference: float) -> int:
-        """Returns the number of seeds with which a true difference is decided in 4 of 5 cases.
+        """Returns the number of seeds that decides a true difference with a power of 80%.
 
         The number holds for as many variants as here, each with the same seeds. It is the smallest
         n with difference >= (q / sqrt(2) + t) * sigma * sqrt(2 / n), where q is the quantile of the
@@ -222,10 +218,25 @@ def _studentized_range_cdf(q: float, groups: int, degrees_of_freedom: int) -> fl
 
 
 def _gauss_legendre(low: float, high: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    nodes, weights = _legendre_rule()
     half = (high - low) / 2
-    return low + half * (_NODES + 1), half * _WEIGHTS
+    return low + half * (nodes + 1), half * weights
+
+
+@cache
+def _legendre_rule() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns nodes and weights on [-1, 1], which a service must not compute when it starts."""
+    nodes, weights = np.polynomial.legendre.leggauss(160)
+    return nodes, weights
 
 
 def _normal_cdf(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    shares: NDArray[np.float64] = np.interp(x, _POINTS, _NORMAL_CDF)
+    shares: NDArray[np.float64] = np.interp(x, *_normal_table())
     return shares
+
+
+@cache
+def _normal_table() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns points and the normal distribution function at these points."""
+    normal, points = NormalDist(), np.linspace(-9.0, 9.0, 8001)
+    return points, np.array([normal.cdf(point) for point in points.tolist()])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.problems import problem_response
+from services.common.proxies import is_address
 
 
 class KnownHosts:
@@ -39,7 +39,7 @@ class KnownHosts:
         await self._app(scope, receive, send)
 
     def _is_own(self, host: str) -> bool:
-        if "." not in host or _is_address(host):
+        if "." not in host or is_address(host):
             return True
         return any(
             host.endswith(name) if name.startswith(".") else host == name for name in self._names
@@ -51,14 +51,6 @@ def _host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower().rstrip(".")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 class PrivateAnswers:

@@ -85,7 +85,7 @@ def _without_brackets(entry: str) -> str:
 
 def _is_readable(entry: str) -> bool:
     """Returns whether httpx can make a client while NO_PROXY has this entry."""
-    if (entry.isascii() and ":" not in entry) or _is_address(entry):
+    if (entry.isascii() and ":" not in entry) or is_address(entry):
         return True
     # Imported here: every command calls this, and importing httpx takes a tenth of a second.
     import httpx
@@ -97,7 +97,8 @@ def _is_readable(entry: str) -> bool:
     return True
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Returns whether a host is an IP address, and not a name."""
     try:
         ip_address(host)
     except ValueError:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import psycopg
+from psycopg.sql import SQL, Identifier
 
 from services.buffer.api.client import BufferClient
 from services.common.process import ChildProcess, as_user, python_command
@@ -38,6 +39,15 @@ def await_true(condition: Callable[[], bool], what: str) -> None:
 def plain(url: str) -> str:
     """Returns the URL as psycopg takes it."""
     return url.replace("postgresql+psycopg", "postgresql")
+
+
+@contextmanager
+def empty_database(stack: Endpoints, name: str) -> Iterator[str]:
+    """Creates an empty database in the stack's Postgres, and yields its URL."""
+    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
+        connection.execute(SQL("create database {}").format(Identifier(name)))
+        yield stack.database_url.replace("/postgres?", f"/{name}?")
+        connection.execute(SQL("drop database {} with (force)").format(Identifier(name)))
 
 
 def server_user() -> str | None:

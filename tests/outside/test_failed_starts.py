@@ -1,4 +1,4 @@
-"""What failed to start says why in one line, with a remedy."""
+"""A process that fails to start prints the reason and the remedy in one line."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from services.buffer.migrate import upgrade
 from services.common.process import EXIT_RETRYABLE, find_error
 from services.stack.stack import Endpoints
 from services.stack.supervisor import reserve_ports
-from tests.outside.servers import plain, postgres
+from tests.outside.servers import empty_database, plain, postgres
 
 
 @pytest.fixture
 def database(stack: Endpoints) -> Iterator[str]:
     """Creates an empty database and returns its URL."""
-    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
-        connection.execute("create database failing")
-        yield stack.database_url.replace("/postgres?", "/failing?")
-        connection.execute("drop database failing with (force)")
+    with empty_database(stack, "failing") as url:
+        yield url
 
 
 def start(module: str, stack: Endpoints, **variables: str) -> tuple[int, str]:

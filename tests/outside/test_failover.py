@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.sql import SQL
 
 from services.stack.stack import Endpoints
 from services.stack.supervisor import reserve_ports
@@ -67,19 +68,24 @@ def backends(connection: psycopg.Connection) -> set[int]:
     return {pid for (pid,) in rows}
 
 
+def refuse_tokens(connection: psycopg.Connection, errcode: str, reason: str) -> None:
+    """Has Postgres refuse every new token with an error, by a trigger `refuse`."""
+    connection.execute(
+        SQL(
+            "create function refuse() returns trigger language plpgsql as $$ begin"
+            " raise exception {} using errcode = {}; end $$"
+        ).format(reason, errcode)
+    )
+    connection.execute("create trigger refuse before insert on api_token execute function refuse()")
+
+
 def test_connections_that_have_become_read_only_are_dropped(
     service: BufferService, admin: psycopg.Connection
 ) -> None:
     """They stay open behind a proxy, and a read that asks whether they live succeeds."""
     url = plain(service.endpoints.database_url)
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(
-            "create function refuse() returns trigger language plpgsql as $$ begin raise exception"
-            " 'cannot execute INSERT in a read-only transaction' using errcode = '25006'; end $$"
-        )
-        connection.execute(
-            "create trigger refuse before insert on api_token execute function refuse()"
-        )
+        refuse_tokens(connection, "25006", "cannot execute INSERT in a read-only transaction")
         before = backends(connection)
         assert service.create_token().status_code == 503
         connection.execute("drop function refuse cascade")
@@ -91,19 +97,15 @@ def test_connections_that_have_become_read_only_are_dropped(
 def test_a_full_disk_is_said_and_the_service_is_not_ready(service: BufferService) -> None:
     """Postgres raises the error by a trigger, because a test cannot fill its disk."""
     with psycopg.connect(plain(service.endpoints.database_url), autocommit=True) as connection:
-        connection.execute(
-            "create function fill() returns trigger language plpgsql as $$ begin raise exception"
-            " 'could not extend file \"base/5/16384\": No space left on device'"
-            " using errcode = 'disk_full'; end $$"
-        )
-        connection.execute("create trigger fill before insert on api_token execute function fill()")
+        reason = 'could not extend file "base/5/16384": No space left on device'
+        refuse_tokens(connection, "disk_full", reason)
         answer = service.create_token()
         assert answer.status_code == 503
         assert "No space left on device; free or add space" in answer.json()["detail"]
         status, body = service.ready()
         assert status == 503
         assert "No space left on device" in body
-        connection.execute("drop function fill cascade")
+        connection.execute("drop function refuse cascade")
         assert service.create_token().status_code == 201
         await_true(lambda: service.ready()[0] == 200, "the service is ready again")
 

@@ -12,16 +12,14 @@ from bapo_core.errors import BapoError
 from services.buffer.migrate import downgrade, upgrade
 from services.buffer.storage.tables import Base
 from services.stack.stack import Endpoints
-from tests.outside.servers import plain
+from tests.outside.servers import empty_database, plain
 
 
 @pytest.fixture
 def database(stack: Endpoints) -> Iterator[str]:
     """Creates an empty database and returns its URL."""
-    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
-        connection.execute("create database shared")
-        yield stack.database_url.replace("/postgres?", "/shared?")
-        connection.execute("drop database shared with (force)")
+    with empty_database(stack, "shared") as url:
+        yield url
 
 
 def install_mlflow(database: str) -> None:
