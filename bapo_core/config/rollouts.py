@@ -89,8 +89,8 @@ class TaskConfig(Section):
 
     @property
     def measure(self) -> EvaluationMeasure:
-        """What evaluations of the task are compared by: the mean reward of a reward function, or
-        else the mean accuracy.
+        """Measure by which evaluations of the task are compared: the mean reward for a reward
+        function, and the mean accuracy otherwise.
 
         A reward function has no notion of a correct response, unless `solved_at` gives it one.
         """

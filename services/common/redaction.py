@@ -27,7 +27,7 @@ _HEADERS = re.compile(
     r"|(?P<address>://)[^/\s@'\"]+@",
     re.IGNORECASE,
 )
-"""What is secret by its place: tokens and signatures in headers, and passwords in addresses."""
+"""Matches tokens and signatures in headers, and passwords in addresses, whatever their values."""
 _lock = threading.Lock()
 _forms: set[str] = set()
 """Every spelling of every registered secret."""

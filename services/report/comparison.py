@@ -163,7 +163,7 @@ restarts."""
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What a comparison shows of a run."""
+    """Curves and results of a run, as a comparison shows them."""
 
     name: str
     of: Callable[[RunResult], float]
@@ -282,7 +282,7 @@ def _total(cost: Callable[[StepView], float]) -> Callable[[RunResult], float]:
 
 
 Decisions: TypeAlias = dict[str, dict[str, Any] | None]
-"""What the runs decide of each measure with places, by its name; None for nothing."""
+"""Decisions and places by the name of the measure; None for a measure that nothing decides."""
 
 
 def decide(variants: Variants, measures: Sequence[Measure]) -> Decisions:

@@ -171,7 +171,7 @@ def _reason(child: _Child, code: int) -> str:
 
 @contextmanager
 def reserve_ports(count: int) -> Iterator[list[int]]:
-    """Yields different ports of 127.0.0.1 that the kernel gives to nobody else before the exit.
+    """Yields ports of 127.0.0.1 that the kernel assigns to no other socket before the exit.
 
     The kernel chooses neither a port for a client's connection nor a free port (port 0) where a
     socket is bound. A program that names the port and sets SO_REUSEADDR, as Go, asyncio and

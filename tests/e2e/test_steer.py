@@ -182,7 +182,7 @@ def start_in_terminal(bapo: Bapo, answer: str, name: str, *options: str) -> subp
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=(ours,),  # The terminal exists as long as somebody has this end of it.
+            pass_fds=(ours,),  # The terminal exists while a process holds it.
         )
     finally:
         os.close(ours)

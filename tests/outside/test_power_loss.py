@@ -1,4 +1,4 @@
-"""What a power loss, another version or an unusual path leaves does not stop the local stack."""
+"""The local stack starts after a power loss, with files of other versions and in unusual paths."""
 
 from __future__ import annotations
 

@@ -1310,7 +1310,7 @@ class ComparedVariant(Wire):
     """Runs whose configurations are equal but for the seed."""
 
     name: str
-    """What the names of the runs have in common at their beginning; the name of a single run."""
+    """Common beginning of the names of the runs; for a single run, its whole name."""
     runs: list[str]
     """Names of the runs."""
     seeds: list[int]

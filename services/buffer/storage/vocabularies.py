@@ -35,7 +35,7 @@ KEPT = 4
 """Vocabularies in memory, each of some 20 MB."""
 
 SPACE = "▁"
-"""What stands for a space in tokens of SentencePiece."""
+"""Character that SentencePiece writes for a space in its tokens."""
 
 
 class _Model(BaseModel):

@@ -22,8 +22,8 @@ def group(run: str, group_id: int, as_json: bool) -> None:
     """Show the responses of one group.
 
     Prints the problem, then each response with its reward. `bapo prompt RUN UID` shows the groups
-    of a prompt, `bapo batches RUN --step STEP` those of a batch. With --json, the tokens are there
-    too, with their texts and log-probs.
+    of a prompt, `bapo batches RUN --step STEP` the groups of a batch. With --json, the
+    tokens are there too, with their texts and log-probs.
 
     \b
     Examples:

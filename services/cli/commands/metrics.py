@@ -70,10 +70,10 @@ def metrics(
 ) -> None:
     """Show or export the metrics of each step.
 
-    With --limit, the last steps are shown; exports have all steps. `KL` is that of the trained
-    policy from its reference (kl.reference), in nats per token; `clipped` is a share of the tokens;
-    `staleness` is in steps; `trainer MiB` is the peak memory of the largest trainer process: of its
-    GPU, or of the process without one. docs/trainer.md describes all metrics.
+    With --limit, the last steps are shown; exports have all steps. `KL` is the divergence of the
+    trained policy from its reference (kl.reference), in nats per token; `clipped` is a share of the
+    tokens; `staleness` is in steps; `trainer MiB` is the peak memory of the largest trainer
+    process: of its GPU, or of the process without one. docs/trainer.md describes all metrics.
 
     \b
     Examples:
