@@ -354,6 +354,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+HEADS = {(size, value) for size in range(8, 257, 8) for value in (size, 128)}
+"""Sizes of the heads of keys and of values that the stand-in for FlashAttention 4 takes."""
+
+
 class StandInGpu:
     """Records what the stand-in computes."""
 
@@ -388,30 +392,6 @@ class StandInGpu:
         assert window_size[1] == 0
         bounds = (cu_seq_q, cu_seq_k, max_q)
         return self._attend("varlen", query, key, value, bounds, scale, window_size[0])
-
-    def cudnn_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
-        max_q: int,
-        max_k: int,
-        *flags: Any,
-        scale: float,
-    ) -> tuple[Tensor]:
-        """Computes what `aten::_cudnn_attention_forward` does, and returns its first result."""
-        assert bias is None
-        assert max(query.shape[-1], value.shape[-1]) <= 128
-        assert query.is_contiguous()
-        assert key.is_contiguous()
-        assert value.is_contiguous()
-        assert max_q == max_k
-        assert flags == (True, 0.0, True, False)
-        bounds = (cu_seq_q, cu_seq_k, max_q)
-        return (self._attend("cudnn", query, key, value, bounds, scale, -1),)
 
     def flash4_attention(
         self,
@@ -496,8 +476,9 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: COMPUTE_CAPABILITY)
         patch.setattr(varlen, "varlen_attn", gpu.varlen_attn)
-        patch.setattr(torch.ops.aten, "_cudnn_attention_forward", gpu.cudnn_attention)
         patch.setattr(attention_kernels, "_flash4_function", lambda: gpu.flash4_attention)
+        # The models of the tests have smaller heads than a GPU's kernel takes.
+        patch.setattr(attention_kernels, "FLASH4_HEADS", HEADS)
         patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", _group_tensors)
         # The rounding of half precision would hide what is wrong.
         patch.setattr(attention_kernels, "KERNEL_DTYPES", (torch.float32,))

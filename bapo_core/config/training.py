@@ -63,12 +63,12 @@ class TrainerConfig(Section):
     compile: Literal["auto"] | bool = "auto"
     """Whether each layer is compiled with `torch.compile`, which makes the first steps slow; `auto`
     compiles on GPUs, except under `gradient_checkpointing: selective`."""
-    attention: Literal["auto", "varlen", "cudnn", "flash4", "padded"] = "auto"
-    """Kernel of the attention over packed sequences on a GPU: `varlen` is FlashAttention 2 in
-    PyTorch; `cudnn` are cuDNN's kernels in PyTorch; `flash4` is FlashAttention 4 of the extra
-    `flash4`, for compute capability 9.0 and later; `padded` pads the sequences. A kernel that does
-    not take a model's attention is replaced by the next one, and the log says why; `auto` begins
-    with `varlen`. CPUs have `padded` alone."""
+    attention: Literal["auto", "flash4", "varlen", "padded"] = "auto"
+    """Kernel of the attention over packed sequences on a GPU: `flash4` is FlashAttention 4 of the
+    extra `flash4`, for compute capability 9.0 and later; `varlen` is FlashAttention 2 in PyTorch;
+    `padded` pads the sequences. A kernel that does not take a model's attention is replaced by the
+    next one, and the log says why; `auto` begins with `flash4`, the fastest. CPUs have `padded`
+    alone."""
     offload: bool = False
     """Whether weights, gradients and optimizer state stay in the CPU's memory, with only the layers
     in use on the GPU, for models that do not fit; it has no effect on CPUs."""

@@ -9,10 +9,10 @@ The cases are the kernels of `services.trainer.attention_kernels`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -231,6 +231,16 @@ def run(
 # -- times
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Has PyTorch, and the kernels that ask it, sum in a fixed order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def measure_time(kernel: Kernel, shape: str, row: int) -> dict[str, Any]:
     """Measures forward and backward pass of one layer over one sequence of `row` tokens."""
     heads, key_heads, size = SHAPES[shape]
@@ -259,33 +269,18 @@ def measure_time(kernel: Kernel, shape: str, row: int) -> dict[str, Any]:
         return torch.autograd.grad(output, leaves, direction, retain_graph=True)
 
     backward_s = spread(seconds_of(backward, repeats=REPEATS, warm_up=1))
+    same_bits = all(map(torch.equal, backward(), backward()))
+    with deterministic():
+        output = forward()
+        deterministic_s = spread(seconds_of(backward, repeats=REPEATS, warm_up=1))
     flops = 2 * row * row * heads * size  # two products, half of whose results causality leaves out
     return {
         "row": row,
         "forward": forward_s,
         "backward": backward_s,
+        "deterministic_backward": deterministic_s,
+        "same_bits": same_bits,
         "forward_tflops": flops / forward_s["median"] / 1e12,
         "backward_tflops": BACKWARD * flops / backward_s["median"] / 1e12,
         "memory": memory.report(),
     }
-
-
-def fastest_kernel(attention: Path, shape: str, row: int) -> str:
-    """Returns the value of `trainer.attention` that took the least time by a result file.
-
-    Forward and backward pass count. A kernel whose results are wrong does not, nor does one that
-    repeats keys and values, which is chosen only where the kernel itself refuses. Returns `auto` if
-    none was measured.
-    """
-    if not attention.exists():
-        return "auto"
-    results = Record.read(attention).results
-    seconds: dict[str, float] = {}
-    for name in KERNELS:
-        own = {key: value for key, value in results.items() if key.startswith(f"{name}/")}
-        found = own.get(f"{name}/time/{shape}/{row}", {})
-        right = all(value.get("within_tolerance", True) for value in own.values())
-        if "forward" in found and right:
-            value = name.removesuffix("-repeated")
-            seconds.setdefault(value, sum(found[way]["median"] for way in DIRECTIONS))
-    return min(seconds, key=lambda name: seconds[name]) if seconds else "auto"

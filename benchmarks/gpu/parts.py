@@ -91,19 +91,18 @@ PLAN_LIMIT_S = 480.0
 
 PLANS = {
     "attention": Plan(
-        "every attention kernel, and updates with the fastest one",
+        "every attention kernel, and compiled updates",
         ("core", "flash4"),
-        60,  # two calls
+        45,  # two calls
         15,
         (
             # A process for each kernel, because a kernel that fails may take the device's context
             # along, and because FlashAttention 4 is compiled for every shape.
-            Step("attention", ("varlen", "varlen-repeated"), 40, 45),
-            Step("attention", ("cudnn", "cudnn-repeated"), 40, 45),
-            Step("attention", ("flash4",), 60, 65),
-            Step("attention", ("padded",), 25, 25),
-            Step("trainer", ("qwen3-0.6b-16384-compiled-fastest",), 65, 90),
-            Step("trainer", ("qwen3-0.6b-65536-compiled-fastest",), 130, 150),
+            Step("attention", ("varlen", "varlen-repeated"), 30, 45),
+            Step("attention", ("flash4",), 75, 90),
+            Step("attention", ("padded",), 40, 45),
+            Step("trainer", ("qwen3-0.6b-16384-compiled",), 50, 90),
+            Step("trainer", ("qwen3-0.6b-65536-compiled",), 60, 150),
         ),
     ),
     "first": Plan(

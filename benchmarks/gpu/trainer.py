@@ -4,8 +4,7 @@ The published runs (prime-rl's benchmarks/baselines, January 2026) take two micr
 of random tokens each, with compiled layers, full recomputation and fp32 master weights, and no
 scoring pass: compare `update`. Their tokens a second of a full fine-tuning count the time between
 two steps; their own time of a step of the first row gives 16.4k tokens a second, not 11.9k. Their
-attention is FlashAttention 3, ours the default kernel or, in the cases `fastest`, the kernel that
-the part `attention` found to be the fastest. Their memory is what the allocator reserves.
+attention is FlashAttention 3; a result names ours. Their memory is what the allocator reserves.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import torch
 import torch._dynamo
 from transformers import Qwen3Config
 
-from benchmarks.gpu.attention import fastest_kernel
 from benchmarks.gpu.device import free, profiled
 from benchmarks.gpu.models import model_config, random_policy
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.steps import Steps, make_group, step_config
+from services.trainer.attention_kernels import current_choices, forget_choices
 from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
 from services.trainer.speed import FROZEN, PEAK_TFLOPS, TRAINING
@@ -43,8 +42,6 @@ class Case:
     compiled: bool = False
     published: tuple[float, float, float] | None = None
     """Tokens a second, MFU in percent and peak GiB (reserved) of prime-rl on one H100."""
-    fastest: bool = False
-    """Whether the attention kernel is the one that the part `attention` found to be the fastest."""
     brief: bool = False
     """Whether two repetitions without a profile have to do: each takes half a minute."""
 
@@ -52,7 +49,6 @@ class Case:
     def name(self) -> str:
         parts = [self.shape, str(self.row), f"lora{self.lora_rank}" if self.lora_rank else ""]
         parts += ["" if self.recompute else "kept", "compiled" if self.compiled else ""]
-        parts += ["fastest" if self.fastest else ""]
         return "-".join(filter(None, parts))
 
 
@@ -63,28 +59,19 @@ CASES = (
     Case("qwen3-0.6b", 65_536, published=(10_150, 26.8, 19.6), brief=True),
     Case("qwen3-0.6b", 16_384, compiled=True, published=(11_900, 11.1, 12.5)),
     Case("qwen3-4b", 16_384, lora_rank=16, compiled=True, published=(6_230, 21.7, 23.3)),
-    Case("qwen3-0.6b", 16_384, compiled=True, fastest=True, published=(11_900, 11.1, 12.5)),
-    Case(
-        *("qwen3-0.6b", 65_536),
-        compiled=True,
-        fastest=True,
-        published=(10_150, 26.8, 19.6),
-        brief=True,
-    ),
+    Case("qwen3-0.6b", 65_536, compiled=True, published=(10_150, 26.8, 19.6), brief=True),
 )
 
 
 def measure(record: Record) -> None:
     # Otherwise, layers that are compiled too often run without compilation, silently.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    attention = record.path.with_name("attention.json")
     with init_distributed() as ranks:
         record.measure(
             {
                 case.name: partial(
                     measure_case,
                     shrink(case) if record.toy else case,
-                    fastest_kernel(attention, case.shape, case.row) if case.fastest else "",
                     ranks,
                 )
                 for case in CASES
@@ -97,9 +84,10 @@ def shrink(case: Case) -> Case:
     return replace(case, shape="toy", row=case.row // 256, compiled=False, published=None)
 
 
-def measure_case(case: Case, kernel: str, ranks: Any) -> dict[str, Any]:
-    """Measures updates; `kernel` is `trainer.attention`, or empty for the default."""
+def measure_case(case: Case, ranks: Any) -> dict[str, Any]:
+    """Measures updates of the case."""
     free()
+    forget_choices()
     shape = model_config(case.shape)
     draw = np.random.default_rng(0)
     # One prompt token: the whole row but that is trained on, as in the published runs.
@@ -111,7 +99,6 @@ def measure_case(case: Case, kernel: str, ranks: Any) -> dict[str, Any]:
         trainer={
             "gradient_checkpointing": "full" if case.recompute else "none",
             "compile": case.compiled,
-            **({"attention": kernel} if kernel else {}),
         },
     )
     policy, memory = random_policy(case.shape, config, ranks)
@@ -123,7 +110,7 @@ def measure_case(case: Case, kernel: str, ranks: Any) -> dict[str, Any]:
         "mfu_published_formula": rate * published_flops(shape, policy, case.row) / PEAK_FLOPS,
         "mfu_ours": rate * our_flops(policy) / PEAK_FLOPS,
         "published": case.published,
-        "attention": kernel or "default",
+        "attention": [choice.kernel.name for choice in current_choices()],
         # Compare with `memory`: the part is the formula's check.
         "predicted_gib": None if memory.predicted is None else memory.predicted / (1 << 30),
     }

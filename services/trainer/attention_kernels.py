@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -187,53 +186,12 @@ def _refusal_of_lengths(needs: Needs, device: torch.device, *, largest_head: int
     return next((reason for reason, refused in refusals.items() if refused), None)
 
 
-# ---- cudnn: the kernels of cuDNN in PyTorch
-
-
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: Sequences,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    """Calls cuDNN's attention, which has kernels of its own for Hopper and Blackwell GPUs.
-
-    PyTorch has no public function that selects it for packed sequences (2.13).
-    """
-    assert window is None
-    query, key, value = (sequences.spread(packed).contiguous() for packed in (query, key, value))
-    output: Tensor = torch.ops.aten._cudnn_attention_forward(
-        query,
-        key,
-        value,
-        None,  # bias
-        sequences.cu_seqlens,
-        sequences.cu_seqlens,
-        sequences.max_seqlen,
-        sequences.max_seqlen,
-        True,  # the backward pass needs the log-sum-exps
-        0.0,  # dropout
-        True,  # causal
-        False,  # debug mask
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-    )[0]
-    return sequences.keep(output)
-
-
-def _refusal_of_cudnn(needs: Needs, device: torch.device) -> str | None:
-    return _refusal_of_lengths(needs, device, largest_head=128) or (
-        "takes no sliding windows" if needs.windowed else _refusal_of_age(device, 8)
-    )
-
-
-def _refusal_of_age(device: torch.device, *majors: int) -> str | None:
-    """Returns why a kernel does not run on a device older than compute capability `majors[0]`."""
+def _refusal_of_age(device: torch.device, oldest: int) -> str | None:
+    """Returns why a kernel does not run on a device older than compute capability `oldest`."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major >= majors[0]:
+    if major >= oldest:
         return None
-    return f"needs compute capability {majors[0]}.0, and the device has {major}.{minor}"
+    return f"needs compute capability {oldest}.0, and the device has {major}.{minor}"
 
 
 # ---- flash4: the package flash-attn-4
@@ -273,10 +231,17 @@ def _flash4_function() -> Callable[..., Any]:
     return function
 
 
+FLASH4_HEADS = {(size, size) for size in (64, 128, 256)} | {(192, 128)}
+"""Sizes of the heads of keys and of values whose results were right on a Hopper GPU. With heads of
+80, the gradient of the queries was wrong (4.0.0b36)."""
+
+
 def _refusal_of_flash4(needs: Needs, device: torch.device) -> str | None:
     refusal = _refusal_of_lengths(needs, device, largest_head=256) or _refusal_of_age(device, 9)
     if refusal is not None:
         return refusal
+    if (needs.head_size, needs.value_size) not in FLASH4_HEADS:
+        return "takes heads of 64, 128 and 256 alone"
     try:
         _flash4_function()
     except Exception as error:  # noqa: BLE001 - a broken package may raise anything
@@ -312,23 +277,20 @@ def _repeated(kernel: Kernel) -> Kernel:
 
 
 _VARLEN = Kernel("varlen", _varlen, _refusal_of_varlen)
-_CUDNN = Kernel("cudnn", _cudnn, _refusal_of_cudnn)
+_FLASH4 = Kernel("flash4", _flash4, _refusal_of_flash4)
 PADDED = Kernel("padded", _padded, _refuses_nothing)
 KERNELS = {
     kernel.name: kernel
     for kernel in (
+        _FLASH4,
         _VARLEN,
         _repeated(_VARLEN),
-        _CUDNN,
-        _repeated(_CUDNN),
-        Kernel("flash4", _flash4, _refusal_of_flash4),
         PADDED,
     )
 }
 """All kernels by name."""
-DEFAULT_ORDER = ("varlen", "varlen-repeated", "padded")
-"""The kernels that are tried without `trainer.attention`. Figures of a Hopper GPU will say whether
-`cudnn` or `flash4` comes before them."""
+DEFAULT_ORDER = tuple(KERNELS)
+"""The kernels that are tried without `trainer.attention`, the fastest on a Hopper GPU first."""
 
 
 def kernel_order(name: str) -> list[Kernel]:

@@ -233,7 +233,6 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._cudnn_attention_forward.default,
     *_varlen_operations(),
 )
 """Operations whose results `selective` keeps: matrix products and attention."""

@@ -84,8 +84,6 @@ def test_scores_and_gradients_are_those_of_a_cpu_with_every_kernel(name: str, mo
             )
             gpu = compare_with_cpu(policy, collate(None, table_of(groups)), 0.9)
     expected = name.removesuffix("-repeated")
-    if model == "mistral_window" and expected == "cudnn":
-        expected = "varlen"  # cuDNN's kernels take no windows
     if model == "gpt2" and name.endswith("-repeated"):
         expected = "varlen"  # there is nothing to repeat
     assert set(gpu.kernels) == {expected}
@@ -109,40 +107,6 @@ def test_a_kernel_passes_its_trial_where_it_takes_the_attention(
 # ---- shapes, strides and dtypes, with tensors without data
 
 
-class Recorder:
-    """Stands in for the operations of PyTorch whose kernels need a GPU; keeps their arguments."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Tensor, ...]] = []
-
-    def cudnn_forward(self, *arguments: Any, scale: Any = None) -> tuple[Any, ...]:
-        query, key, value, bias, bounds, _, longest, *_ = arguments
-        assert bias is None
-        assert scale == pytest.approx(query.shape[-1] ** -0.5)
-        self.calls.append((query, key, value, bounds))
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
-        sums = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
-        empty = query.new_empty(0)
-        return output, sums, bounds, bounds, longest, longest, empty, empty, empty
-
-    def cudnn_backward(self, *arguments: Any, scale: Any = None) -> tuple[Tensor, ...]:
-        _, query, key, value, output, sums, *_ = arguments
-        assert scale == pytest.approx(query.shape[-1] ** -0.5)
-        assert sums.dtype == torch.float32
-        assert output.shape[:2] == query.shape[:2]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-@pytest.fixture
-def cudnn() -> Iterator[Recorder]:
-    recorder = Recorder()
-    library = torch.library.Library("aten", "IMPL", "Meta")
-    library.impl("_cudnn_attention_forward", recorder.cudnn_forward)
-    library.impl("_cudnn_attention_backward", recorder.cudnn_backward)
-    yield recorder
-    library._destroy()
-
-
 def inputs_without_data(
     heads: int, key_heads: int, size: int, dtype: torch.dtype
 ) -> tuple[list[Tensor], Sequences]:
@@ -157,31 +121,6 @@ def inputs_without_data(
         for number in (heads, key_heads, key_heads)
     ]
     return leaves, sequences.to(META)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cudnn_gets_contiguous_groups_of_heads_and_gives_gradients_of_their_shapes(
-    cudnn: Recorder, dtype: torch.dtype
-) -> None:
-    leaves, sequences = inputs_without_data(8, 2, 128, dtype)
-    query, key, value = (leaf.transpose(0, 1) for leaf in leaves)
-    output = KERNELS["cudnn"].compute(query, key, value, sequences, None, None)
-    assert output.shape == (18, 8, 128)
-    output.sum().backward()  # type: ignore[no-untyped-call]
-    assert [leaf.grad.shape for leaf in leaves if leaf.grad is not None] == [
-        (8, 18, 128),
-        (2, 18, 128),
-        (2, 18, 128),
-    ]
-    ((query, key, value, bounds),) = cudnn.calls
-    assert (query.shape, key.shape, value.shape) == ((21, 8, 128), (21, 2, 128), (21, 2, 128))
-    assert all(tensor.is_contiguous() for tensor in (query, key, value))
-    assert {tensor.dtype for tensor in (query, key, value)} == {dtype}
-    assert bounds.dtype == torch.int32
-    leaves, sequences = inputs_without_data(8, 2, 128, dtype)
-    tensors = [leaf.transpose(0, 1) for leaf in leaves]
-    KERNELS["cudnn-repeated"].compute(*tensors, sequences, None, None)  # type: ignore[call-arg, arg-type]
-    assert [tensor.shape[1] for tensor in cudnn.calls[-1][:3]] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -217,7 +156,7 @@ def test_a_torch_without_the_argument_passes_the_groups_on(monkeypatch: pytest.M
 
 
 def test_a_cpu_has_the_padded_kernel_alone() -> None:
-    for name in ("auto", "cudnn", "flash4"):
+    for name in ("auto", "varlen", "flash4"):
         (choice,) = choose_kernels([needs(dtype=torch.bfloat16)], CPU, name)
         assert choice.kernel is PADDED
         assert all(reason == "needs a GPU" for _, reason in choice.passed_over)
@@ -226,16 +165,14 @@ def test_a_cpu_has_the_padded_kernel_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "name", "chosen"),
     [
-        ({}, "auto", "varlen"),
-        ({}, "cudnn", "cudnn"),
+        ({}, "auto", "flash4"),
+        ({}, "varlen", "varlen"),
         ({}, "flash4", "flash4"),
         ({}, "padded", "padded"),
-        ({"windowed": True}, "cudnn", "varlen"),
         ({"windowed": True}, "flash4", "flash4"),
         ({"masked": True}, "auto", "padded"),
-        ({"head_size": 192, "value_size": 128}, "auto", "padded"),
-        ({"head_size": 192, "value_size": 128}, "flash4", "flash4"),
-        ({"head_size": 256, "value_size": 256}, "cudnn", "varlen"),
+        ({"head_size": 192, "value_size": 128}, "auto", "flash4"),
+        ({"head_size": 192, "value_size": 128}, "varlen", "flash4"),
         ({"head_size": 512, "value_size": 512}, "flash4", "padded"),
         ({"head_size": 12, "value_size": 12}, "auto", "padded"),
         ({"dtype": torch.float64}, "auto", "padded"),
@@ -310,12 +247,25 @@ def test_an_old_gpu_gets_no_kernel_of_newer_ones() -> None:
     )
 
 
+@pytest.mark.parametrize(("head", "value"), [(80, 80), (96, 96), (128, 64), (16, 16)])
+def test_heads_whose_results_were_not_seen_to_be_right_get_another_kernel(
+    head: int, value: int
+) -> None:
+    """FlashAttention 4 computed a wrong gradient for heads of 80 on an H200, and said nothing."""
+    flash4 = KERNELS["flash4"]
+    kind = needs(head_size=head, value_size=value, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        assert flash4.refusal(kind, GPU) == "takes heads of 64, 128 and 256 alone"
+
+
 def test_kernels_are_named_by_the_configuration() -> None:
     names = TrainerConfig.model_fields["attention"].annotation.__args__  # type: ignore[union-attr]
     assert set(names) - {"auto"} == {name for name in KERNELS if not name.endswith("-repeated")}
-    assert [kernel.name for kernel in kernel_order("cudnn")] == [
-        *("cudnn", "cudnn-repeated", "varlen", "varlen-repeated", "padded"),
+    assert [kernel.name for kernel in kernel_order("varlen")] == [
+        *("varlen", "varlen-repeated", "flash4", "padded"),
     ]
+    assert [kernel.name for kernel in kernel_order("auto")] == list(KERNELS)
 
 
 def test_a_loaded_model_says_what_its_attention_needs(tmp_path: Any) -> None:
@@ -338,11 +288,11 @@ def test_the_choice_is_made_for_the_precision_of_the_gpu_and_logged_once(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(shard, "choose_kernels", choose)
     with caplog.at_level(logging.INFO):
-        shard.choose_attention([needs()], "cudnn", Ranks(0, 1))
-        shard.choose_attention([needs()], "cudnn", Ranks(1, 2))
+        shard.choose_attention([needs()], "flash4", Ranks(0, 1))
+        shard.choose_attention([needs()], "flash4", Ranks(1, 2))
     kinds, device, name = chosen[0]
     assert kinds == [needs(dtype=torch.bfloat16)]
-    assert (device.type, name) == ("cuda", "cudnn")
+    assert (device.type, name) == ("cuda", "flash4")
     lines = [record.getMessage() for record in caplog.records]
     assert lines == ["attention: varlen for heads of 16 in bfloat16, 2 query heads a key head"]
 
