@@ -188,8 +188,9 @@ test-admission: $(STAMP) ## test what that cluster makes of chart, jobs and pipe
 test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster
 
-test-outside: $(STAMP) ## test behind servers of other people (Debian's pgbouncer; root or sudo)
-	command -v pgbouncer || { $(SUDO) apt-get update && $(SUDO) apt-get install --yes pgbouncer; }
+test-outside: $(STAMP) install-chromium ## test behind servers of other people (Debian's nginx and pgbouncer; root or sudo)
+	PATH="$$PATH:/usr/sbin"; { command -v pgbouncer && command -v nginx; } || \
+		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes pgbouncer nginx; }
 	$(BIN)/pytest -m outside tests/outside
 
 lint: $(STAMP) ## check style, types, import contracts, Dockerfile

@@ -32,7 +32,7 @@ from services.buffer.runs import tokens
 from services.buffer.service import Service
 from services.common.auth import FailureLimiter
 from services.common.errors import first_line
-from services.common.middleware import EntityTags
+from services.common.middleware import EntityTags, RootPath
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import install_problem_handlers, problem_response, unavailable
 from services.common.scopes import Scope
@@ -53,11 +53,17 @@ JSON answers to GET carry an ETag: with `If-None-Match`, an unchanged one is 304
 
 
 def create_app(
-    database_url: str, store: ObjectStore, configured_tokens: Mapping[Scope, str]
+    database_url: str,
+    store: ObjectStore,
+    configured_tokens: Mapping[Scope, str],
+    root_path: str | None = None,
 ) -> FastAPI:
     """Builds the application. When it starts, it migrates the database, accepts
     `configured_tokens`, one for each scope, and creates the bucket if it does not exist, which may
-    take until the object store answers."""
+    take until the object store answers.
+
+    root_path: path below which the application is served as well, such as `/team/bapo`.
+    """
     engine = make_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
     service = Service(engine, store)
 
@@ -107,6 +113,8 @@ def create_app(
     ):
         app.include_router(router, responses=ERRORS)
     app.add_middleware(EntityTags)
+    if root_path is not None:
+        app.add_middleware(RootPath, root_path=root_path)
     return app
 
 

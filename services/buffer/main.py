@@ -22,6 +22,7 @@ def main() -> None:
             # Few retries: clients repeat calls, and a request must not occupy a thread for long.
             ObjectStore(settings.s3, retries=4),
             settings.tokens(),
+            settings.root_path,
         )
         serve(app, settings)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
@@ -24,6 +25,19 @@ def _with_driver(url: SecretStr) -> SecretStr:
     return SecretStr(f"postgresql+psycopg://{rest}")
 
 
+def _check_root_path(path: str) -> str:
+    """Returns the path. Raises `ValueError` for one that requests cannot be told apart by."""
+    if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        raise ValueError("it must have the form /team/bapo, without a slash at its end")
+    first = path.split("/")[1]
+    if first in OWN_PATHS or {".", ".."} & set(path.split("/")):
+        raise ValueError(f"/{first} is a path of the service itself; choose another one")
+    return path
+
+
+OWN_PATHS = ("v1", "dashboard", "docs", "openapi.json", "health", "readyz", "metrics")
+"""First parts of the paths that the service serves."""
+RootPath = Annotated[str, AfterValidator(_check_root_path)]
 DatabaseUrl = Annotated[SecretStr, AfterValidator(_with_driver)]
 
 
@@ -37,6 +51,9 @@ class BufferSettings(ServerSettings, ObjectStoreClientSettings):
     unless given, as poolers need it."""
     token: Token
     """Bearer token that is accepted with scope `admin`, of at least 20 characters."""
+    root_path: RootPath | None = None
+    """Path below which a proxy leads to the service, such as `/team/bapo`, if the proxy leaves it
+    in requests, as an Ingress does. The service also answers requests without it."""
     replica_token: Token | None = None
     """Bearer token that is accepted with scope `replica`; none unless set, as the next three."""
     collector_token: Token | None = None

@@ -1,4 +1,4 @@
-"""ASGI middleware: checks the host of requests, and adds headers to responses."""
+"""ASGI middleware: checks the host of requests, serves below a path, adds headers to responses."""
 
 from __future__ import annotations
 
@@ -51,6 +51,29 @@ def _host_of(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].lower().rstrip(".")
+
+
+class RootPath:
+    """Serves an app below a path as well, such as `/team/bapo`, for proxies that do not remove it.
+
+    An Ingress of Kubernetes sends the whole path to the service. Processes in the cluster call the
+    service without one, so both are served.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        """root_path: begins with a slash and does not end with one."""
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path: str = scope["path"]
+            if path == self._root_path:
+                path += "/"
+            elif not path.startswith(f"{self._root_path}/"):
+                # `path` includes `root_path`, says ASGI.
+                path = self._root_path + path
+            scope = {**scope, "root_path": self._root_path, "path": path}
+        await self._app(scope, receive, send)
 
 
 class PrivateAnswers:

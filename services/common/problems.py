@@ -80,7 +80,10 @@ def install_problem_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         detail = str(error.detail)
         if error.status_code == 404:
-            detail = f"there is no route {request.url.path}; /openapi.json lists all routes"
+            path = request.url.path
+            detail = f"there is no route {path}; /openapi.json lists all routes"
+            if path.endswith("/"):
+                detail += ", and none but / ends with a slash"
         return problem_response(
             error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers
         )

@@ -85,6 +85,8 @@ class Server(uvicorn.Server):
 def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     """Returns how `app` is served, after adding what all servers do to each request."""
     names = [name.strip().lower() for name in settings.host_names.split(",") if name.strip()]
+    # A redirect would name the scheme and the path of the connection, not of the proxy before it.
+    app.router.redirect_slashes = False
     app.add_middleware(PrivateAnswers)
     app.add_middleware(KnownHosts, names=names)
     return uvicorn.Config(

@@ -73,7 +73,8 @@ export async function imageAddress(digest, signal = undefined) {
 }
 
 function address(path, query) {
-  const url = new URL(`v1${path}`, document.baseURI);
+  // Relative to this file: the address of the page may or may not end with a slash.
+  const url = new URL(`../v1${path}`, import.meta.url);
   for (const [name, value] of Object.entries(query)) {
     for (const item of Array.isArray(value) ? value : [value]) {
       if (item !== null && item !== undefined && item !== "") url.searchParams.append(name, String(item));

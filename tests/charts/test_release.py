@@ -11,7 +11,7 @@ import pytest
 
 from pipelines.settings import TrainerPod
 from pipelines.training_job import CA_DIRECTORY
-from tests.charts.cases import CASES, LONG
+from tests.charts.cases import CASES, EVERYTHING, LONG
 from tests.charts.helm import (
     CHART,
     NAMESPACE,
@@ -453,6 +453,21 @@ def test_ingress_and_route_lead_to_the_buffer_service(
     assert path["backend"]["service"] == {"name": "bapo-buffer", "port": {"name": "http"}}
     (route,) = of_kind(everything, "HTTPRoute")
     assert route["spec"]["rules"][0]["backendRefs"] == [{"name": "bapo-buffer", "port": 8700}]
+
+
+def test_ingress_and_route_lead_below_the_path_that_the_service_knows() -> None:
+    sets = {**EVERYTHING, "buffer.rootPath": "/team/bapo"}
+    objects = render(Case(("production",), sets))
+    (ingress,), (route,) = of_kind(objects, "Ingress"), of_kind(objects, "HTTPRoute")
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert (path["path"], path["pathType"]) == ("/team/bapo", "Prefix")
+    (match,) = route["spec"]["rules"][0]["matches"]
+    assert match == {"path": {"type": "PathPrefix", "value": "/team/bapo"}}
+    (container,) = pod_of(one(objects, "Deployment", "bapo-buffer"))["spec"]["containers"]
+    assert {"name": "BAPO_ROOT_PATH", "value": "/team/bapo"} in container["env"]
+    connection = one(objects, "ConfigMap", "bapo-connection")["data"]
+    assert connection["BAPO_DASHBOARD_URL"] == "https://bapo.example.com/team/bapo"
+    assert connection["BAPO_BUFFER_URL"] == "http://bapo-buffer.ml.svc:8700"
 
 
 def test_prometheus_scrapes_the_services_with_metrics(production: list[Object]) -> None:

@@ -23,6 +23,8 @@ BY_SCHEMA = [
     ({"verifier.deadlineSeconds": 0}, "deadlineSeconds"),
     ({"buffer.replicas": -1}, "replicas"),
     ({"buffer.replica": 3}, "replica"),
+    ({"buffer.rootPath": "team"}, "rootPath"),
+    ({"buffer.rootPath": "/team/"}, "rootPath"),
     ({"buffer.podDisruptionBudget.maxUnavailable": "some"}, "maxUnavailable"),
     ({"buffer.podDisruptionBudget.maxUnavailable": None}, "maxUnavailable"),
     ({"buffer.resources.limits": None}, "limits"),
@@ -147,6 +149,19 @@ BY_TEMPLATE = [
         "networkPolicy.ingressFrom: it is empty, so no request from outside",
     ),
     (
+        {"ingress.host": "b.example.com/bapo"},
+        "ingress.host: b.example.com/bapo is more than a host name; set the path below it as "
+        "buffer.rootPath",
+    ),
+    (
+        {"httpRoute.hostnames": ["https://b.example.com"]},
+        "httpRoute.hostnames: https://b.example.com is more than a host name",
+    ),
+    *(
+        ({"buffer.rootPath": path}, f"buffer.rootPath: {path} cannot be told apart")
+        for path in ("/v1", "/docs/bapo", "/a/..", "/openapi.json")
+    ),
+    (
         {"httpRoute.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
         "httpRoute: set both httpRoute.parentRefs (your gateway)",
     ),
@@ -266,8 +281,12 @@ def test_the_notes_contain_the_address_of_the_ingress(version: str, tmp_path: Pa
         "networkPolicy.ingressFrom": FROM_INGRESS,
     }
     text = notes(version, "bapo", Case(("production",), sets), tmp_path)
-    assert "https://bapo.example.com/" in text
+    assert "https://bapo.example.com/\n" in text
     assert "port-forward" not in text
+    sets["buffer.rootPath"] = "/team/bapo"
+    assert "https://bapo.example.com/team/bapo/\n" in notes(
+        version, "bapo", Case(("production",), sets), tmp_path
+    )
 
 
 def test_replicas_of_several_nodes_need_the_controller_of_leaderworkersets(

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -178,8 +178,12 @@ def buffer_service(
     *,
     database_url: str = "",
     object_store: ObjectStoreSettings | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[BufferService]:
-    """Runs a buffer service on another database or object store than the stack's."""
+    """Runs a buffer service on another database or object store than the stack's.
+
+    variables: further environment variables.
+    """
     with reserve_ports(1) as (port,):
         endpoints = replace(
             stack,
@@ -195,6 +199,7 @@ def buffer_service(
                 **endpoints.environment(),
                 **(object_store or stack.object_store).environment(),
                 "BAPO_PORT": str(port),
+                **(variables or {}),
             },
             log=log,
         )

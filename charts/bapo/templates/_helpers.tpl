@@ -169,9 +169,9 @@ HF_ENDPOINT: {{ . | quote }}
 {{/* Address at which people reach the dashboard; empty unless the chart exposes it. */}}
 {{- define "bapo.dashboardUrl" -}}
 {{- if .Values.ingress.enabled -}}
-{{ ternary "https" "http" (not (empty .Values.ingress.tls.secretName)) }}://{{ .Values.ingress.host }}
+{{ ternary "https" "http" (not (empty .Values.ingress.tls.secretName)) }}://{{ .Values.ingress.host }}{{ .Values.buffer.rootPath }}
 {{- else if .Values.httpRoute.enabled -}}
-https://{{ first .Values.httpRoute.hostnames }}
+https://{{ first .Values.httpRoute.hostnames }}{{ .Values.buffer.rootPath }}
 {{- end -}}
 {{- end -}}
 

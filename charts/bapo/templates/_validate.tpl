@@ -225,6 +225,20 @@ would wait for a missing Secret without an error of the release. */}}
 - >-
   ingress.host: it is empty, so the Ingress would match every host of the controller; set a host name
 {{- end }}
+{{- range $value, $hosts := dict "ingress.host" (list $values.ingress.host) "httpRoute.hostnames" $values.httpRoute.hostnames }}
+{{- range $hosts }}
+{{- if regexMatch "[/:]" . }}
+- >-
+  {{ $value }}: {{ . }} is more than a host name; set the path below it as buffer.rootPath, and no scheme and
+  no port
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if regexMatch "^/(v1|dashboard|docs|openapi[.]json|health|readyz|metrics)(/|$)|/[.][.]?(/|$)" $values.buffer.rootPath }}
+- >-
+  buffer.rootPath: {{ $values.buffer.rootPath }} cannot be told apart from a path of the service itself; choose
+  another one
+{{- end }}
 {{- if and $values.httpRoute.enabled (not (and $values.httpRoute.parentRefs $values.httpRoute.hostnames)) }}
 - >-
   httpRoute: set both httpRoute.parentRefs (your gateway) and httpRoute.hostnames

@@ -62,6 +62,9 @@ def serve_file(request: Request, name: str) -> Response:
 
 def _serve(request: Request, path: Path) -> Response:
     body = path.read_bytes()
+    if root_path := request.scope["root_path"]:
+        # A page at /team/bapo, without a slash at its end, has other relative addresses.
+        body = body.replace(b'="dashboard/', f'="{root_path}/dashboard/'.encode())
     tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     headers = {**HEADERS, "ETag": tag}
     if request.headers.get("if-none-match") == tag:

@@ -152,7 +152,8 @@ class ScopeGuard(Guard):
 
     def _check_run(self, request: Request, run: str) -> None:
         """Raises a 403 `Problem` unless the request is about this run."""
-        if request.scope["path"].startswith(RUNS):
+        path = request.scope["path"].removeprefix(request.scope["root_path"])
+        if path.startswith(RUNS):
             permitted = request.path_params.get("name") == run
         else:
             permitted = self._of_no_run
