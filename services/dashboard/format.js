@@ -15,7 +15,7 @@ export const compact = (value) =>
   isNumber(value) ? (Math.abs(value) < 10_000 ? count(value) : short.format(value)) : NONE;
 
 /** An accuracy or a mean reward: three decimals. */
-export const score = (value) => (isNumber(value) ? value.toFixed(3) : NONE);
+export const score = (value) => (isNumber(value) ? minus(value.toFixed(3)) : NONE);
 
 /** A share of a whole, in percent. */
 export const percent = (value) =>

@@ -8,10 +8,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
+from bapo_core.comparison import LAST_EVALUATIONS, Curve, cheapest_curve, choose_measure
 from bapo_core.config.rollouts import EvaluationMeasure
 from bapo_core.resolution import (
     FEWEST_PAIRS,
@@ -26,9 +27,6 @@ from services.report import charts
 from services.report.html import figure, page
 from services.report.summary import RunHistory, read_history, summarise
 
-LAST_EVALUATIONS = 4
-"""Evaluations whose mean is the accuracy of a run. The mean differs less between repetitions of a
-run than one evaluation does."""
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.1)
 """True differences for which a comparison states the number of seeds."""
 TRAINING_CURVES = {
@@ -76,14 +74,6 @@ class RunResult:
         # Version v holds the weights after v - 1 steps.
         return [total.get(evaluation.version - 1, 0.0) for evaluation in self.history.evaluations]
 
-    def spent_at_last_evaluations(self, cost: Callable[[StepView], float]) -> list[float]:
-        """Returns what the steps before each of the last four evaluations cost together.
-
-        The evaluation of the base model counts only if there is no other.
-        """
-        spent = self.spent_at_evaluations(cost)
-        return (spent[1:] or spent)[-LAST_EVALUATIONS:]
-
     def values(self, what: EvaluationMeasure) -> list[float]:
         """Returns the mean accuracy, or the mean reward, of each evaluation."""
         return [
@@ -91,64 +81,31 @@ class RunResult:
             for evaluation in self.history.evaluations
         ]
 
-    def mean_at(
-        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: Sequence[float]
-    ) -> float:
-        """Returns the mean of the accuracies, or rewards, at each of these costs."""
-        return statistics.mean(self.value_at(what, cost, each) for each in spent)
-
-    def best_within(
-        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
-    ) -> float:
-        """Returns the highest accuracy, or reward, of an evaluation before the steps have cost
-        more."""
-        return max(
-            value
-            for value, spent_before in zip(
-                self.values(what), self.spent_at_evaluations(cost), strict=True
-            )
-            if spent_before <= spent
-        )
-
-    def value_at(
-        self, what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
-    ) -> float:
-        """Returns the held-out accuracy, or reward, once the steps have cost so much, interpolated
-        linearly."""
-        values = self.values(what)
-        points = zip(self.spent_at_evaluations(cost), values, strict=True)
-        for (x0, before), (x1, after) in pairwise(points):
-            if x0 <= spent <= x1:
-                share = (spent - x0) / max(1e-9, x1 - x0)
-                return before + share * (after - before)
-        return values[-1]
+    def curve(self, what: EvaluationMeasure, cost: Callable[[StepView], float]) -> Curve:
+        """Returns the accuracy, or the reward, over what the steps before an evaluation cost."""
+        return Curve(self.spent_at_evaluations(cost), self.values(what))
 
 
 def evaluation_measure_of(results: Sequence[RunResult]) -> EvaluationMeasure:
-    """Returns what runs are compared by: the reward if it is the measure of all their tasks.
-
-    It is the reward, too, if all evaluations of all runs have the same accuracy, as with a task
-    class that calls no response correct, and different rewards.
-    """
-    if all(result.history.config.task.measure == "reward" for result in results):
-        return "reward"
-    accuracies, rewards = (
-        {value for result in results for value in result.values(what)}
-        for what in get_args(EvaluationMeasure)
+    """Returns what runs are compared by: the accuracy, or the reward (`choose_measure`)."""
+    return choose_measure(
+        [result.history.config.task.measure for result in results],
+        [value for result in results for value in result.values("accuracy")],
+        [value for result in results for value in result.values("reward")],
     )
-    return "reward" if len(accuracies) == 1 < len(rewards) else "accuracy"
 
 
 def _trainer_seconds(step: StepView) -> float:
     return sum(value for name, value in step.metrics.items() if name.startswith("seconds/"))
 
 
-EQUAL_COSTS = {
-    "rollouts": "training responses",
-    "tokens": "generated tokens",
+UNITS = {
+    "training steps": "steps",
+    "training responses": "rollouts",
+    "generated tokens": "tokens",
     "seconds of the trainer": "seconds of the trainer",
 }
-"""Names of the costs other than steps at which accuracies are compared, by their unit."""
+"""Units of the costs at which accuracies are compared, by their names."""
 
 COSTS: dict[str, Callable[[StepView], float]] = {
     "training steps": lambda step: 1.0,  # noqa: ARG005
@@ -221,39 +178,23 @@ def measures_of(results: Sequence[RunResult]) -> list[Measure]:
 
     An accuracy, or a reward in its place (`evaluation_measure_of`), is the mean of the last four
     evaluations of the run that costs least, and of what the curves of the others are at the same
-    costs. The best checkpoint is that of the evaluations which cost no more than this run.
+    costs. The best checkpoint is that of the evaluations which cost no more than this run. Between
+    runs of different numbers of steps, the last evaluations of each run come first.
     """
     what = evaluation_measure_of(results)
     same_steps = len({result.history.config.steps for result in results}) == 1
     own_steps = COSTS["training steps"]
-    measures = [
-        Measure(
-            f"{what} at equal steps" if same_steps else f"final {what}",
-            lambda run: run.mean_at(what, own_steps, run.spent_at_last_evaluations(own_steps)),
-            higher_is_better=True,
-        )
-    ]
-    best = [
-        Measure(
-            "best checkpoint at equal steps" if same_steps else "best checkpoint",
-            lambda run: max(run.values(what)),
-            higher_is_better=True,
-        )
-    ]
-    for unit, name in EQUAL_COSTS.items():
-        cost = COSTS[name]
-        spent = min(
-            (result.spent_at_last_evaluations(cost) for result in results),
-            key=lambda costs: costs[-1],
-        )
-        measures.append(
-            Measure(f"{what} at {spent[-1]:,.0f} {unit}", _mean_at(what, cost, spent), True)
-        )
-        best.append(
-            Measure(
-                f"best checkpoint at {spent[-1]:,.0f} {unit}", _best_at(what, cost, spent[-1]), True
-            )
-        )
+    measures, best = [], []
+    if not same_steps:
+        measures.append(Measure(f"final {what}", _final(what, own_steps), True))
+        best.append(Measure("best checkpoint", lambda run: max(run.values(what)), True))
+    for name, cost in COSTS.items():
+        costs = cheapest_curve([result.curve(what, cost) for result in results]).last_costs
+        point = f"{costs[-1]:,.0f} {UNITS[name]}"
+        if cost is own_steps and same_steps:
+            point = "equal steps"
+        measures.append(Measure(f"{what} at {point}", _mean_at(what, cost, costs), True))
+        best.append(Measure(f"best checkpoint at {point}", _best_at(what, cost, costs[-1]), True))
     return [
         *measures,
         *best,
@@ -265,16 +206,26 @@ def measures_of(results: Sequence[RunResult]) -> list[Measure]:
     ]
 
 
-def _mean_at(
-    what: EvaluationMeasure, cost: Callable[[StepView], float], spent: Sequence[float]
+def _final(
+    what: EvaluationMeasure, cost: Callable[[StepView], float]
 ) -> Callable[[RunResult], float]:
-    return lambda run: run.mean_at(what, cost, spent)
+    def final(run: RunResult) -> float:
+        curve = run.curve(what, cost)
+        return curve.mean_at(curve.last_costs)
+
+    return final
+
+
+def _mean_at(
+    what: EvaluationMeasure, cost: Callable[[StepView], float], costs: Sequence[float]
+) -> Callable[[RunResult], float]:
+    return lambda run: run.curve(what, cost).mean_at(costs)
 
 
 def _best_at(
     what: EvaluationMeasure, cost: Callable[[StepView], float], spent: float
 ) -> Callable[[RunResult], float]:
-    return lambda run: run.best_within(what, cost, spent)
+    return lambda run: run.curve(what, cost).best_within(spent)
 
 
 def _total(cost: Callable[[StepView], float]) -> Callable[[RunResult], float]:

@@ -416,22 +416,65 @@ def test_the_seeds_of_a_variant_are_one_line_in_a_band(
         ["var(--blue)"] * 3 + ["var(--orange)"] * 2
     )
     answer = seeds[0].client.compare(*(run.config.name for run in seeds[1:]))
-    first, second = answer.variants
-    known = [accuracy for accuracy in first.accuracies if accuracy is not None]
+    equal = answer.at_equal["steps"]
+    first, second = equal.variants
+    values = [value for value in first.values if value is not None]
     rows = page.get_by_role("region", name="Held-out accuracy by variant").locator("tbody tr")
     # Rounded as the page does: Python rounds 0.0625 down.
     spread = [
-        page.evaluate("x => x.toFixed(3)", x) for x in (sum(known) / 3, min(known), max(known))
+        page.evaluate("x => x.toFixed(3)", x)
+        for x in (sum(values) / len(values), min(values), max(values))
     ]
-    expect(rows.nth(0)).to_contain_text("{}{} to {}".format(*spread))
+    assert (first.places, second.places) == ((1, 2), (1, 2))
+    expect(rows.nth(0)).to_contain_text("1–2{}{} to {}".format(*spread))
     expect(rows.nth(1)).to_contain_text("2 seeds: no interval worth reading")
     assert second.difference is not None
     difference = page.evaluate("x => x.toFixed(3)", abs(second.difference.mean))
     expect(rows.nth(1)).to_contain_text(difference)
+    assert equal.cheapest_run == "seeds-a-s3"
+    assert equal.resolution is not None
+    assert equal.resolution.smallest_difference is not None
+    smallest = page.evaluate("x => x.toFixed(3)", equal.resolution.smallest_difference)
+    card = page.locator("section.card", has_text="Held-out accuracy at equal training steps")
+    expect(card).to_contain_text("evaluation of seeds-a-s3, which has cost least")
+    expect(card).to_contain_text(f"Differences above {smallest} are decided (95% for the pair).")
+    page.get_by_label("Curves by", exact=True).select_option("generated tokens")
+    tokens = answer.at_equal["tokens"]
+    card = page.locator("section.card", has_text="Held-out accuracy at equal generated tokens")
+    expect(card).to_contain_text(f"{tokens.costs[-1]:,.0f} generated tokens, the last")
+    page.get_by_label("Curves by", exact=True).select_option("training steps")
     page.get_by_role("button", name="Remove seeds-a-s2").click()
     page.get_by_role("button", name="Remove seeds-a-s3").click()
     expect(fresh.locator(".legend .key")).to_contain_text(["seeds-a-s1", "seeds-b (2 seeds)"])
     expect(fresh.locator(".band")).to_have_count(1)
+
+
+def test_variants_that_the_seeds_tell_apart_have_places_of_their_own(
+    stack: Endpoints, page: Page
+) -> None:
+    """Runs of a reward function, in which no response is correct, are compared by rewards."""
+    names = []
+    for number, (label, reward) in enumerate((("bad", -1.0), ("good", 2.0), ("best", 3.0))):
+        for seed in (1, 2):
+            config = {"seed": seed, "steps": 4, "reevaluate": {"c1": 0.25 * (1 + number)}}
+            run = Driver(stack, small_config(f"by-reward-{label}-s{seed}", **config))
+            names.append(run.config.name)
+            for version, mean in ((1, 0.0), (4, reward + seed / 64)):
+                drawn = run.groups(version, "evaluation")
+                groups = [with_rewards(group, [mean] * 4) for group in drawn]
+                run.client.post_groups(version, "evaluation", encode_groups(groups))
+                if version == 1:
+                    for step in (1, 2, 3):
+                        run.run_step(step)
+    visit(page, stack, f"/compare?runs={','.join(names)}")
+    rows = page.get_by_role("region", name="Held-out reward by variant").locator("tbody tr")
+    for row, place, mean in ((0, "3", "−0.977"), (1, "2", "2.023"), (2, "1", "3.023")):
+        expect(rows.nth(row)).to_contain_text(f"1, 2{place}{mean}")
+    expect(page.get_by_role("slider", name="Reward of fresh rollouts")).to_be_visible()
+    chart = page.locator("figure", has=page.get_by_role("slider", name="Held-out evaluation"))
+    expect(chart.locator(".axis-title", has_text="reward")).to_have_count(1)
+    expect(page.locator("[aria-busy]")).to_have_count(0)
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
 
 
 @pytest.mark.parametrize(
@@ -919,7 +962,7 @@ def test_the_parts_of_rewards_are_shown(
     stack: Endpoints, hostile: ImprovingRun, page: Page
 ) -> None:
     visit(page, stack, "/runs/dashboard-hostile")
-    expect(page.get_by_role("figure", name="Reward", exact=True)).to_contain_text("reward -0.")
+    expect(page.get_by_role("figure", name="Reward", exact=True)).to_contain_text("reward −0.")
     chart = page.get_by_role("figure", name="Part of the reward")
     for part, line in {
         "accuracy": "accuracy 0.",

@@ -25,6 +25,7 @@ from pydantic import (
 from bapo_core.config import ConfigChange, ConfigHistory, RunConfig
 from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
+from bapo_core.config.rollouts import EvaluationMeasure
 from bapo_core.errors import ConfigError
 from bapo_core.outcomes import Outcome
 from bapo_core.reward_files import LARGEST_FILE
@@ -1259,22 +1260,27 @@ class Cost(Wire):
     """Seconds of the trainer's phases so far, waiting for rollouts included."""
 
 
-class FreshAccuracyPoint(Cost):
-    """The accuracy of a committed step's fresh groups, and the run's cumulative cost up to it."""
+class FreshPoint(Cost):
+    """Accuracy and reward of a committed step's fresh groups, and the run's cumulative cost up to
+    it."""
 
     step: int
     """Training step, from 1 on."""
     accuracy: float
     """Accuracy of the step's fresh groups, before any filter; 0 without groups."""
+    mean_reward: float
+    """Mean reward of the step's fresh groups, before any filter."""
 
 
-class AccuracyPoint(Cost):
-    """The accuracy of a policy version, and the cumulative cost of training it."""
+class EvaluationPoint(Cost):
+    """Accuracy and reward of a policy version, and the cumulative cost of training it."""
 
     version: int
     """Policy version; version t holds the weights after t - 1 steps."""
     mean_accuracy: float
     """Share of correct responses to the held-out prompts, from 0 to 1."""
+    mean_reward: float
+    """Mean reward of the responses to the held-out prompts."""
 
 
 class ComparedRun(Wire):
@@ -1286,10 +1292,10 @@ class ComparedRun(Wire):
     """Its last committed step."""
     cost: Cost
     """Cumulative cost of the run up to its last committed step."""
-    fresh: list[FreshAccuracyPoint]
-    """Accuracy of the fresh groups of steps, evenly spaced, with the last one."""
-    evaluations: list[AccuracyPoint]
-    """Every complete evaluation, by policy version."""
+    fresh: list[FreshPoint]
+    """Accuracy and reward of the fresh groups of steps, evenly spaced, with the last one."""
+    evaluations: list[EvaluationPoint]
+    """Every complete evaluation on the primary set, by policy version."""
     difficulty: DifficultyBins
     """Its training prompts by bin, as of its last committed step."""
 
@@ -1315,11 +1321,50 @@ class ComparedVariant(Wire):
     """Names of the runs."""
     seeds: list[int]
     """Seed of each run."""
-    accuracies: list[float | None]
-    """Held-out accuracy of each run at `RunComparison.version`; null without one."""
+
+
+CostName = Literal["steps", "rollouts", "tokens", "seconds"]
+"""Costs at which runs are compared: training steps, and the fields of `Cost`."""
+
+
+class VariantResult(Wire):
+    """The measure of a variant at an equal cost, and its places among the variants."""
+
+    values: list[float | None]
+    """Measure of each run of the variant; null for a run with fewer than two evaluations."""
     difference: PairedDifference | None
-    """Difference of these accuracies from the first variant's; null for the first variant, and
-    for one without a seed in common with it."""
+    """Difference of these values from the first variant's; null for the first variant, and for one
+    without a seed in common with it."""
+    places: tuple[int, int] | None
+    """Best and worst place that the variant may have, from 1 on: variants whose difference the
+    seeds do not decide share them. Null where nothing is decided."""
+
+
+class Resolution(Wire):
+    """Which differences of the measure the seeds decide."""
+
+    standard_deviation: float
+    """Standard deviation of repetitions of one run."""
+    degrees_of_freedom: int
+    """Degrees of freedom of its estimate."""
+    smallest_difference: float | None
+    """Smallest difference that is decided for every pair of variants, with 95% for all pairs
+    together; null where two variants have no seed in common."""
+
+
+class EqualCost(Wire):
+    """The measure of all variants at the same cost."""
+
+    costs: list[float]
+    """Costs of the last evaluations, at most 4, of the run that costs least. The measure is the
+    mean of its values at these costs, interpolated linearly between evaluations."""
+    cheapest_run: str
+    """Name of that run."""
+    variants: list[VariantResult]
+    """Results in the order of `RunComparison.variants`."""
+    resolution: Resolution | None
+    """Differences that are decided; null with one variant, or with one seed each, where nothing
+    shows how far repetitions of a run differ."""
 
 
 class RunComparison(Wire):
@@ -1329,8 +1374,11 @@ class RunComparison(Wire):
     """The runs in the order of the request."""
     variants: list[ComparedVariant]
     """The runs by variant, in the order of their first runs."""
-    version: int | None
-    """Last policy version that every run with evaluations has evaluated; null without one."""
+    measure: EvaluationMeasure
+    """What evaluations are compared by: the accuracy, or the mean reward where all tasks are
+    reward functions without `task.solved_at`, or where accuracies do not differ."""
+    at_equal: dict[CostName, EqualCost]
+    """The measure at equal costs of each kind; empty until a run has two evaluations."""
     differing_config: dict[str, list[Any]]
     """Values of the runs, in their order, by dotted key of the configuration, where any two
     differ, the name left out; null where a run does not have the key."""

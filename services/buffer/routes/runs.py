@@ -80,9 +80,9 @@ def compare_runs(
         int, Query(ge=1, le=2000, description="Largest number of steps of a curve, evenly spaced")
     ] = 300,
 ) -> wire.RunComparison:
-    """Compares runs: reward and accuracy over what they cost, configuration and difficulty."""
+    """Compares runs: curves, the measure at equal costs, configuration and difficulty."""
     with service.sessions() as session:
-        found = [runs.get_run(session, name) for name in run]
+        found = [runs.get_run(session, name) for name in dict.fromkeys(run)]
         return comparisons.compare_runs(found, points)
 
 

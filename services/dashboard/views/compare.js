@@ -106,7 +106,7 @@ export function showCompare(root, signal, query) {
   }
 
   function draw() {
-    if (comparison) results.show(comparisonView(comparison, COSTS[cost]));
+    if (comparison) results.show(comparisonView(comparison, cost));
   }
 
   function chip(name) {
@@ -133,54 +133,54 @@ export function showCompare(root, signal, query) {
   }
 }
 
-function comparisonView({ runs, variants, version, differing_config: differing }, cost) {
+function comparisonView({ runs, variants, measure, at_equal, differing_config: differing }, by) {
+  const cost = COSTS[by];
   const several = variants.some((variant) => variant.runs.length > 1);
   const curves = (options, pointsOf, valueOf, smooth) => {
     const note = several
       ? `${options.note} Lines are means over the seeds, as far as all of them go, in bands from the lowest to the highest; thin lines are seeds that go further.`
       : options.note;
-    const figure = chart({ ...options, note, x: cost.title, format: format.score, height: 260 });
+    const figure = chart({ ...options, note, x: cost.title, y: measure, format: format.score, height: 260 });
     figure.update(aligned(runs, variants, pointsOf, cost.of, valueOf, smooth));
     return figure.element;
   };
-  const accuracy = curves(
+  const evaluated = (point) => point[`mean_${measure}`];
+  const evaluation = curves(
     {
       title: "Held-out evaluation",
-      note: `Mean accuracy on the held-out prompts, by ${cost.title}.`,
-      y: "accuracy",
+      note: `Mean ${measure} on the held-out prompts, by ${cost.title}.`,
       empty: "No run has an evaluation yet.",
     },
     (run) => run.evaluations,
-    (point) => point.mean_accuracy,
+    evaluated,
   );
   const fresh = curves(
     {
-      title: "Accuracy of fresh rollouts",
-      note: `Moving mean of the accuracy of each step's fresh rollouts, by ${cost.title}.`,
-      y: "accuracy",
+      title: `${capitalized(measure)} of fresh rollouts`,
+      note: `Moving mean of the ${measure} of each step's fresh rollouts, by ${cost.title}.`,
       empty: "No run has committed a step yet.",
     },
     (run) => run.fresh,
-    (point) => point.accuracy,
+    (point) => (measure === "reward" ? point.mean_reward : point.accuracy),
     smoothed,
   );
-  const measured = runs.map((run) => run.evaluations.map((point) => point.mean_accuracy));
+  const measured = runs.map((run) => run.evaluations.map(evaluated));
   const totals = [
     ["Committed steps", (run) => format.count(run.step)],
     ["Training responses", (run) => format.count(run.cost.rollouts)],
     ["Training tokens", (run) => format.compact(run.cost.tokens)],
     ["Time of the trainer", (run) => format.seconds(run.cost.seconds)],
-    ["First accuracy", (_, i) => format.score(measured[i][0])],
-    ["Last accuracy", (_, i) => format.score(measured[i].at(-1))],
-    ["Best accuracy", (_, i) => format.score(measured[i].length ? Math.max(...measured[i]) : null)],
+    [`First ${measure}`, (_, i) => format.score(measured[i][0])],
+    [`Last ${measure}`, (_, i) => format.score(measured[i].at(-1))],
+    [`Best ${measure}`, (_, i) => format.score(measured[i].length ? Math.max(...measured[i]) : null)],
   ];
   const columns = (cell, attributes) =>
     runs.map((run, i) => ({ title: run.run, ...attributes, cell: (row) => cell(row, run, i) }));
   const valuesOf = (variant, values) =>
     variant.runs.map((name) => JSON.stringify(values[runs.findIndex(({ run }) => run === name)]));
   return [
-    h("div", { class: "charts wide" }, accuracy, fresh),
-    several && variantTable(variants, version),
+    h("div", { class: "charts wide" }, evaluation, fresh),
+    runs.length > 1 && variantsView(variants, measure, at_equal[by], cost),
     h(
       "section",
       { class: "card" },
@@ -226,61 +226,106 @@ function comparisonView({ runs, variants, version, differing_config: differing }
   ];
 }
 
+const capitalized = (word) => word[0].toUpperCase() + word.slice(1);
+
+/** a, b and c */
+const list = (words) => `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
+
 /** The name of a variant, with the number of its seeds, or of its runs if two have the same seed. */
 function titleOf({ name, runs, seeds }) {
   if (runs.length === 1) return name;
   return `${name} (${format.plural(runs.length, new Set(seeds).size === runs.length ? "seed" : "run")})`;
 }
 
-function variantTable(variants, version) {
-  const known = ({ accuracies }) => accuracies.filter((accuracy) => accuracy !== null);
-  const [first] = variants;
+function variantsView(variants, measure, equal, cost) {
   return h(
     "section",
     { class: "card" },
-    h("h2", {}, "Variants"),
-    h(
-      "p",
-      { class: "note" },
-      version === null
-        ? "No policy version was evaluated in all runs, so accuracies are not compared."
-        : `Held-out accuracy after ${format.plural(version - 1, "step")}, the last that all runs with evaluations have evaluated. Differences are between runs of the same seed, with half of the 95% interval of their mean.`,
-    ),
-    table({
-      caption: "Held-out accuracy by variant",
-      hideCaption: true,
-      rows: variants,
-      columns: [
-        {
-          title: "Variant",
-          cell: (variant) => [
-            h("i", { class: "colour", style: { background: color(variants.indexOf(variant)) } }),
-            variant.name,
-          ],
-        },
-        { title: "Seeds", cell: ({ seeds }) => seeds.join(", ") },
-        { title: "Mean", number: true, cell: (variant) => format.score(mean(known(variant))) },
-        {
-          title: "Lowest to highest",
-          number: true,
-          cell: (variant) => {
-            const values = known(variant);
-            if (values.length < 2) return format.NONE;
-            return `${format.score(Math.min(...values))} to ${format.score(Math.max(...values))}`;
-          },
-        },
-        ...(variants.length > 1
-          ? [{ title: `Difference from ${first.name}`, cell: (variant) => difference(variant, first) }]
-          : []),
-      ],
-    }),
+    h("h2", {}, `Held-out ${measure} at equal ${cost.title}`),
+    equal
+      ? [
+          h("p", { class: "note" }, explainMeasure(measure, equal, cost)),
+          variantTable(variants, measure, equal),
+          h("p", { class: "note" }, explainResolution(equal.resolution, variants.length)),
+        ]
+      : empty("No run was evaluated after its first training steps yet."),
   );
 }
 
-function difference(variant, first) {
-  if (variant === first) return format.NONE;
-  if (!variant.difference) return "no seed in common";
-  const { mean: value, seeds, half_width: half } = variant.difference;
+function explainMeasure(measure, { costs, cheapest_run: cheapest }, cost) {
+  const last = format.count(costs.at(-1));
+  return costs.length === 1
+    ? `The ${measure} at ${last} ${cost.title}, the last evaluation of ${cheapest}, which has cost least.`
+    : `The mean ${measure} at ${list(costs.map(format.count))} ${cost.title}, the last ${costs.length} evaluations of ${cheapest}, which has cost least. Other runs are read there on straight lines between their evaluations.`;
+}
+
+/** Says which differences the seeds decide, as `bapo compare` does. */
+function explainResolution(resolution, count) {
+  if (!resolution)
+    return count === 1
+      ? "One variant has nothing to be compared with."
+      : "With one seed each, nothing shows how far repetitions of a run differ: no variant has a place. Two seeds are the fewest, four or more decide more.";
+  const { standard_deviation: deviation, degrees_of_freedom: freedom, smallest_difference: smallest } = resolution;
+  const pairs = (count * (count - 1)) / 2;
+  const decided =
+    smallest === null
+      ? "Two variants have no seed in common, so that nothing decides between them."
+      : `Differences above ${format.score(smallest)} are decided (95% for ${pairs === 1 ? "the pair" : `all ${pairs} pairs together`}).`;
+  return `Repetitions of a run differ by ${deviation.toFixed(4)} (standard deviation, ${format.plural(freedom, "degree")} of freedom). ${decided} Variants between which nothing is decided share their places.`;
+}
+
+function variantTable(variants, measure, equal) {
+  const [first] = variants;
+  const results = new Map(variants.map((variant, i) => [variant, equal.variants[i]]));
+  const known = (variant) => results.get(variant).values.filter((value) => value !== null);
+  return table({
+    caption: `Held-out ${measure} by variant`,
+    hideCaption: true,
+    rows: variants,
+    columns: [
+      {
+        title: "Variant",
+        cell: (variant) => [
+          h("i", { class: "colour", style: { background: color(variants.indexOf(variant)) } }),
+          variant.name,
+        ],
+      },
+      { title: "Seeds", cell: ({ seeds }) => seeds.join(", ") },
+      { title: "Place", number: true, cell: (variant) => placesOf(results.get(variant)) },
+      { title: "Mean", number: true, cell: (variant) => format.score(mean(known(variant))) },
+      {
+        title: "Lowest to highest",
+        number: true,
+        cell: (variant) => {
+          const values = known(variant);
+          if (values.length < 2) return format.NONE;
+          return `${format.score(Math.min(...values))} to ${format.score(Math.max(...values))}`;
+        },
+      },
+      ...(variants.length > 1
+        ? [
+            {
+              title: `Difference from ${first.name}`,
+              cell: (variant) =>
+                variant === first || known(variant).length * known(first).length === 0
+                  ? format.NONE
+                  : differenceOf(results.get(variant)),
+            },
+          ]
+        : []),
+    ],
+  });
+}
+
+function placesOf({ places }) {
+  if (!places) return format.NONE;
+  const [best, worst] = places;
+  return best === worst ? String(best) : `${best}–${worst}`;
+}
+
+function differenceOf({ difference }) {
+  if (!difference) return "no seed in common";
+  const { mean: value, seeds, half_width: half } = difference;
   const signed = `${value < 0 ? "−" : "+"}${format.score(Math.abs(value))}`;
   return half === null
     ? `${signed}, ${format.plural(seeds, "seed")}: no interval worth reading`

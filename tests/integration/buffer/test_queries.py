@@ -8,15 +8,19 @@ import itertools
 import random
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import mean
+from typing import Any
 
 import httpx
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bapo_core.resolution import Observation, resolve
 from services.buffer.api import wire
-from services.buffer.api.trajectories import decode_groups, encode_groups
+from services.buffer.api.trajectories import TrajectoryGroup, decode_groups, encode_groups
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
@@ -503,45 +507,159 @@ def test_a_comparison_of_more_variants_than_colours_is_refused(stack: Endpoints)
         drivers[0].client.compare(*names)
 
 
-def _evaluate(driver: Driver, version: int) -> None:
-    groups = encode_groups(driver.groups(version, "evaluation"))
-    driver.client.post_groups(version, "evaluation", groups)
+def _run_and_evaluate(
+    stack: Endpoints, name: str, evaluations: dict[int, Sequence[float]], **sections: Any
+) -> Driver:
+    """Runs all steps; the responses to each held-out prompt have these rewards by version.
+
+    A response is correct if its reward is 1.
+    """
+    driver = Driver(stack, small_config(name, **sections))
+    for step in range(1, driver.config.steps + 2):
+        if rewards := evaluations.get(step):
+            groups = driver.groups(step, "evaluation")
+            driver.client.post_groups(
+                step, "evaluation", encode_groups([_with_rewards(each, rewards) for each in groups])
+            )
+        if step <= driver.config.steps:
+            driver.run_step(step)
+    return driver
 
 
-def test_runs_that_differ_in_the_seed_alone_are_one_variant(stack: Endpoints) -> None:
-    """Accuracies are compared at the last version that all runs have evaluated, seed by seed."""
-    drivers = [
-        Driver(stack, small_config(f"queried-{label}-s{seed}", seed=seed, **overrides))
-        for label, overrides in (("a", {}), ("b", {"reevaluate": {"c1": 0.5}}))
-        for seed in (1, 2, 3)
+def _with_rewards(group: TrajectoryGroup, rewards: Sequence[float]) -> TrajectoryGroup:
+    responses = [
+        dataclasses.replace(response, reward=reward, correct=reward == 1)
+        for response, reward in zip(group.responses, rewards, strict=True)
     ]
-    for driver in drivers:
-        _evaluate(driver, 1)
-    for step in (1, 2, 3):
-        drivers[0].run_step(step)
-    _evaluate(drivers[0], 4)
-    waiting = Driver(stack, small_config("other", seed=4))
-    names = [driver.config.name for driver in [*drivers[1:], waiting]]
-    answer = drivers[0].client.compare(*names)
-    assert answer.version == 1
-    first, second = answer.variants
-    assert first.name == "queried-a-s1 and 3 more"
-    assert first.seeds == [1, 2, 3, 4]
-    assert (second.name, second.seeds) == ("queried-b", [1, 2, 3])
-    measured = {run.run: [point.mean_accuracy for point in run.evaluations] for run in answer.runs}
-    assert first.accuracies == [*(measured[name][0] for name in first.runs[:3]), None]
-    assert first.difference is None
-    differences = [
-        measured[f"queried-b-s{seed}"][0] - measured[f"queried-a-s{seed}"][0] for seed in (1, 2, 3)
+    return dataclasses.replace(group, responses=responses)
+
+
+def _correct(count: int) -> list[float]:
+    return [float(index < count) for index in range(SIZE)]
+
+
+def _run_variants(
+    stack: Endpoints, name: str, finals: dict[str, Sequence[Sequence[float]]]
+) -> list[Driver]:
+    """Runs variants for four steps, whose last evaluations have these rewards for each seed."""
+    return [
+        _run_and_evaluate(
+            stack,
+            f"{name}-{label}-s{seed}",
+            {1: _correct(0), 4: rewards, 5: rewards},
+            steps=4,
+            seed=seed,
+            reevaluate={"c1": 0.25 * (1 + number)},
+        )
+        for number, (label, of_seeds) in enumerate(finals.items())
+        for seed, rewards in enumerate(of_seeds, start=1)
     ]
-    assert second.difference is not None
-    assert second.difference.seeds == 3
-    assert second.difference.mean == pytest.approx(statistics.mean(differences))
+
+
+def _compare(drivers: Sequence[Driver]) -> wire.RunComparison:
+    return drivers[0].client.compare(*(driver.config.name for driver in drivers[1:]))
+
+
+def test_variants_whose_difference_the_seeds_do_not_decide_share_places(stack: Endpoints) -> None:
+    correct = {"low": (0, 0, 1), "a": (3, 3, 4), "b": (4, 3, 4)}
+    finals = {label: [_correct(count) for count in counts] for label, counts in correct.items()}
+    drivers = _run_variants(stack, "places", finals)
+    waiting = Driver(stack, small_config("waiting", steps=4, seed=4))
+    answer = _compare([*drivers, waiting])
+    assert answer.measure == "accuracy"
+    first, *others = answer.variants
+    assert (first.name, first.seeds) == ("places-low-s1 and 3 more", [1, 2, 3, 4])
+    assert [(each.name, each.seeds) for each in others] == [
+        ("places-a", [1, 2, 3]),
+        ("places-b", [1, 2, 3]),
+    ]
+    equal = answer.at_equal["steps"]
+    # The versions 4 and 5; the initial model's evaluation does not count.
+    assert equal.costs == [3, 4]
+    low, a, b = equal.variants
+    assert low.values == [0.0, 0.0, 0.25, None]
+    assert (a.values, b.values) == ([0.75, 0.75, 1.0], [1.0, 0.75, 1.0])
+    assert (low.places, a.places, b.places) == ((3, 3), (1, 2), (1, 2))
+    observations = [
+        Observation(label, seed, value)
+        for label, result in zip(finals, equal.variants, strict=True)
+        for seed, value in enumerate(result.values, start=1)
+        if value is not None
+    ]
+    resolution = resolve(observations)
+    assert resolution is not None
+    assert equal.resolution == wire.Resolution(
+        standard_deviation=resolution.deviation,
+        degrees_of_freedom=4,
+        smallest_difference=resolution.smallest_difference,
+    )
+    assert 0.25 / 3 < resolution.smallest_difference < 0.75
+    assert low.difference is None
+    assert b.difference is not None
+    differences = [1.0, 0.75, 0.75]
+    assert (b.difference.seeds, b.difference.mean) == (3, statistics.mean(differences))
     half_width = 4.303 * statistics.stdev(differences) / 3**0.5
-    assert second.difference.half_width == pytest.approx(half_width)
-    with_two = drivers[0].client.compare("queried-a-s2", "queried-b-s1", "queried-b-s2").variants[1]
-    assert with_two.difference is not None
-    assert (with_two.difference.seeds, with_two.difference.half_width) == (2, None)
+    assert b.difference.half_width == pytest.approx(half_width, rel=1e-3)
+    two_seeds = _compare([driver for driver in drivers[3:] if driver.config.seed < 3])
+    difference = two_seeds.at_equal["steps"].variants[1].difference
+    assert difference is not None
+    assert (difference.seeds, difference.half_width) == (2, None)
+
+
+def test_runs_are_compared_at_the_costs_of_the_run_that_cost_least(stack: Endpoints) -> None:
+    cheap = _run_and_evaluate(
+        stack,
+        "costs-cheap",
+        {1: _correct(0), 4: _correct(3), 5: _correct(4)},
+        steps=4,
+        rollout={"prompts_per_step": 4, "group_size": SIZE},
+    )
+    dear = _run_and_evaluate(
+        stack, "costs-dear", {1: _correct(0), 4: _correct(2), 7: _correct(4)}, steps=6
+    )
+    answer = _compare([dear, cheap])
+    assert answer.differing_config["steps"] == [6, 4]
+    for cost in ("rollouts", "tokens"):
+        equal = answer.at_equal[cost]
+        assert equal.cheapest_run == "costs-cheap"
+        curve, base = (
+            [(getattr(point, cost), point.mean_accuracy) for point in run.evaluations]
+            for run in answer.runs
+        )
+        assert equal.costs == [spent for spent, _ in base[1:]]
+        assert equal.variants[1].values == [(0.75 + 1) / 2]
+        expected = np.interp(equal.costs, *zip(*curve, strict=True)).mean()
+        assert equal.variants[0].values == [pytest.approx(expected)]
+    steps = answer.at_equal["steps"]
+    assert steps.costs == [3, 4]
+    assert steps.variants[0].values == [pytest.approx((0.5 + 0.5 + 0.5 / 3) / 2)]
+
+
+def test_one_seed_each_gives_no_places(stack: Endpoints) -> None:
+    drivers = _run_variants(stack, "one-seed", {"a": [_correct(4)], "b": [_correct(0)]})
+    equal = _compare(drivers).at_equal["steps"]
+    assert equal.resolution is None
+    assert [result.places for result in equal.variants] == [None, None]
+    assert [result.values for result in equal.variants] == [[1.0], [0.0]]
+
+
+def test_runs_without_a_correct_response_are_compared_by_their_rewards(stack: Endpoints) -> None:
+    finals = {
+        label: [[reward + seed / 64] * SIZE for seed in (1, 2, 3)]
+        for label, reward in (("bad", -1.0), ("good", 2.0))
+    }
+    answer = _compare(_run_variants(stack, "by-reward", finals))
+    assert answer.measure == "reward"
+    bad, good = answer.at_equal["steps"].variants
+    assert good.values == [2 + seed / 64 for seed in (1, 2, 3)]
+    assert (bad.places, good.places) == ((2, 2), (1, 1))
+    assert answer.runs[0].evaluations[-1].mean_reward == -1 + 1 / 64
+    steps = answer.runs[0].fresh
+    assert all(point.mean_reward == point.accuracy for point in steps)
+
+
+def test_a_run_that_is_named_twice_is_compared_once(account: Account) -> None:
+    assert [run.run for run in account.client.compare("queries").runs] == ["queries"]
 
 
 def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -111,15 +110,6 @@ def test_costs_are_those_of_the_steps_before_an_evaluation() -> None:
     }
 
 
-def test_an_accuracy_between_two_evaluations_is_interpolated() -> None:
-    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
-    responses = COSTS["training responses"]
-    assert [run.value_at("accuracy", responses, spent) for spent in (0, 10, 20, 30, 40, 50)] == [
-        *(0.0, 0.25, 0.5, 0.75, 1.0),
-        1.0,
-    ]
-
-
 def test_runs_of_one_algorithm_are_compared_by_their_labels(tmp_path: Path) -> None:
     runs = [
         result("v5", 1, [0.0, 0.25, 0.5], rollouts=10),
@@ -178,24 +168,8 @@ def test_the_page_claims_no_more_in_common_than_there_is(tmp_path: Path) -> None
     assert "4 to 8 steps from different base models" in text
     assert "on different prompts" in text
     assert "final accuracy" in text
+    assert "accuracy at 4 steps" in text
     assert "accuracy at equal steps" not in text
-
-
-def test_a_run_has_the_accuracy_of_its_last_four_evaluations() -> None:
-    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
-    versions = zip((1, 2, 3, 4, 5), (1.0, 0.25, 0.5, 0.5, 0.75), strict=True)
-    history = replace(run.history, evaluations=[evaluation(v, a) for v, a in versions])
-    run = RunResult(history, "a")
-    steps = COSTS["training steps"]
-    assert run.spent_at_last_evaluations(steps) == [1, 2, 3, 4]
-    assert run.mean_at("accuracy", steps, run.spent_at_last_evaluations(steps)) == 0.5
-
-
-def test_a_checkpoint_beyond_the_budget_is_not_the_best_one() -> None:
-    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
-    rollouts = COSTS["training responses"]
-    best = [run.best_within("accuracy", rollouts, spent) for spent in (0, 19, 20, 39, 40)]
-    assert best == [0.0, 0.0, 0.5, 0.5, 1.0]
 
 
 def scores(values: Mapping[str, Sequence[float]]) -> list[RunResult]:
