@@ -501,10 +501,10 @@ def own_run(context: PipelineContext) -> wire.RunState:
     state = context.buffer.run_state()
     if state.status in ("stopped", "failed"):
         by = f" by {state.stopped.describe()}" if state.stopped is not None else ""
-        ended = f"was stopped{by}" if state.status == "stopped" else "failed"
+        ended = f"was stopped meanwhile{by}" if state.status == "stopped" else "failed meanwhile"
         raise BapoError(
-            f"run {state.name!r} {ended} meanwhile; start the pipeline with bapo_run={state.name} "
-            "again to continue it"
+            f"run {state.name!r} {ended}; start the pipeline with bapo_run={state.name} again to "
+            "continue it"
         )
     if state.workflow is not None and not context.owns(state) and state.status != "finished":
         raise BapoError(

@@ -350,7 +350,7 @@ def _describe_take_over(state: wire.RunState, at: datetime | None, by: str = "")
     )
 
 
-def _record_end(client: BufferClient, status: str) -> None:
+def _record_end(client: BufferClient, status: wire.FinalStatus) -> None:
     try:
         client.set_status(status)
     except BapoError:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import ConfigHistory, RunConfig
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, ConfigError, TaskError
 from bapo_core.reward_files import stored_digest
 from bapo_core.tasks import Task, get_task
 from services.buffer.api import wire
@@ -61,6 +61,8 @@ CONCURRENT_JOBS = 2
 generated. Bounds memory."""
 FIRST_ATTEMPT_POLL_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 2.0
+UNPROCESSABLE = 422
+"""Status with which the verifier refuses a task, its options and its payloads."""
 FINISH_WITHIN_S = 60.0
 """Seconds that groups in progress have to end after a new attempt has begun."""
 
@@ -467,8 +469,8 @@ def load_reward_file(
 ) -> str | None:
     """Returns the text of the run's reward file; None for another task.
 
-    Before the first step, its functions are tried on that step's prompts. Raises `BapoError` if one
-    gives no reward, or if the verifier cannot import the file.
+    Before the first step, its functions are tried on that step's prompts. Raises `RewardError` if
+    one gives no reward, and `ServiceError` if the verifier cannot import the file.
     """
     functions = state.config.task.functions
     if functions is None:
@@ -478,6 +480,26 @@ def load_reward_file(
         prompts = buffer.step_prompts(1, "fresh").prompts
         try_functions(functions, text, (prompt.payload for prompt in prompts), verifier.verify)
     return text
+
+
+@contextmanager
+def stop_faulty_run(buffer: BufferClient) -> Iterator[None]:
+    """Stops the run, with the reason, when its task, reward function or configuration is at fault.
+
+    A restart of the collector would fail in the same way, while the trainer and the pipeline wait
+    for rollouts. Errors of services stop no run, because they end with a change of the release: the
+    verifier refuses the token of a collector that is about to be replaced, for example. The error
+    is raised again. Raises `Superseded` instead when another attempt has begun meanwhile.
+    """
+    try:
+        yield
+    except (TaskError, ConfigError, ServiceError) as error:
+        if isinstance(error, ServiceError) and error.status != UNPROCESSABLE:
+            raise
+        reason = error.detail if isinstance(error, ServiceError) else str(error)
+        buffer.stop_own(by="the collector", reason=reason)
+        log.warning("run %s is stopped, because it would fail again", buffer.run)
+        raise
 
 
 def main() -> None:
@@ -496,9 +518,11 @@ def main() -> None:
             state = buffer.run_state() if pinned else wait_for_attempt(buffer)
             buffer.attempt = state.attempt if settings.attempt is None else settings.attempt
             try:
-                collector = make_collector(state, buffer, settings)
-                asyncio.run(collector.collect(state.current_step + 1))
-                if not pinned:  # `bapo run` records the end of its run itself
+                # `bapo run` records the end of its run itself.
+                with nullcontext() if pinned else stop_faulty_run(buffer):
+                    collector = make_collector(state, buffer, settings)
+                    asyncio.run(collector.collect(state.current_step + 1))
+                if not pinned:
                     finish_run(buffer, buffer.run_state().config)
             except Superseded as error:
                 if pinned:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
-from bapo_core.errors import BapoError
+from bapo_core.errors import RewardError
 from bapo_core.outcomes import Outcome
 from bapo_core.rewards import check_reward, check_reward_sign, reward_parts, total_reward
 from bapo_core.tasks import Task, normalise_answer
@@ -137,7 +137,7 @@ class Delivery:
     def _count_failures(self, verdicts: Sequence[ItemVerdict]) -> None:
         """Counts and logs failures of the reward function.
 
-        Raises `BapoError` if it has failed on all responses so far, once these are enough: such a
+        Raises `RewardError` if it has failed on all responses so far, once these are enough: such a
         run would train on nothing, or on wrong rewards.
         """
         failures = [verdict for verdict in verdicts if verdict.failed]
@@ -147,7 +147,7 @@ class Delivery:
         self._failures += len(failures)
         reason = failures[0].failure
         if not self._judged and self._failures >= FAILURES_TO_GIVE_UP:
-            raise BapoError(
+            raise RewardError(
                 f"the reward function of task {self._config.task.name} failed on all "
                 f"{self._failures} responses so far: {reason}; "
                 f"{'fix its `verify`' if self._config.task.reward is None else 'fix the function'}"

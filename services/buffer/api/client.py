@@ -264,9 +264,19 @@ class BufferClient:
         path = f"/v1/runs/{self.run}/changes"
         return self._call(wire.RunState, "POST", path, json=request.model_dump())
 
-    def set_status(self, status: str) -> None:
-        """Records how the run ended: `finished`, `failed` or `stopped`."""
-        self._send("PATCH", f"/v1/runs/{self.run}", json={"status": status})
+    def set_status(self, status: wire.FinalStatus) -> None:
+        """Records how the run ended."""
+        self._end(wire.RunPatch(status=status))
+
+    def stop_own(self, *, by: str, reason: str) -> None:
+        """Stops the run on behalf of this client's attempt, which must be the current one.
+
+        by: the process that stops it. reason: why; its end is cut off if it is too long.
+        """
+        self._end(wire.RunPatch(status="stopped", by=by, reason=reason[: wire.LONGEST_REASON]))
+
+    def _end(self, change: wire.RunPatch) -> None:
+        self._send("PATCH", f"/v1/runs/{self.run}", json=change.model_dump())
 
     # -- the step protocol
 

@@ -56,7 +56,7 @@ Status = Literal[
     "created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"
 ]
 
-
+FinalStatus = Literal["finished", "failed", "stopped"]
 ACTIVE_STATUSES: tuple[Status, ...] = ("running", "paused")
 """Statuses of the runs that rollout replicas and collectors work for."""
 OPEN_STATUSES: tuple[Status, ...] = ("queued", *ACTIVE_STATUSES)
@@ -64,6 +64,8 @@ OPEN_STATUSES: tuple[Status, ...] = ("queued", *ACTIVE_STATUSES)
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""
+LONGEST_REASON = 2000
+"""Characters of the reason for which a run is stopped."""
 HEARTBEAT_TIMEOUT_S = 10.0
 """Seconds without a heartbeat after which a replica counts as unreachable (`silent_s`)."""
 # Postgres cannot hold a NUL.
@@ -180,8 +182,12 @@ class RunCreate(Wire):
 class RunPatch(Wire):
     """How a run ended."""
 
-    status: Literal["finished", "failed", "stopped"]
-    """Final status of the run; stopped if a person interrupted it."""
+    status: FinalStatus
+    """Final status of the run; stopped if a person interrupted it, or for the given reason."""
+    by: str | None = Field(default=None, max_length=512, pattern=r"^[^\x00]*$")
+    """Which process stops the run; null if it is not to be recorded."""
+    reason: str | None = Field(default=None, max_length=LONGEST_REASON, pattern=r"^[^\x00]*$")
+    """Why it is stopped."""
 
 
 Workflow = Annotated[
@@ -207,7 +213,7 @@ class StopRequest(Wire):
 
     by: str | None = Field(default=None, max_length=512, pattern=r"^[^\x00]*$")
     """Who stops it; the name of the request's token if not given."""
-    reason: str | None = Field(default=None, max_length=2000, pattern=r"^[^\x00]*$")
+    reason: str | None = Field(default=None, max_length=LONGEST_REASON, pattern=r"^[^\x00]*$")
     """Why it is stopped."""
     workflow: Workflow | None = None
     """Stop the run only if this workflow trains it, and answer 409 otherwise."""

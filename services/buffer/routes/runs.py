@@ -101,7 +101,7 @@ def end_run(
 ) -> wire.RunState:
     """Records how a run ended, as its own processes report it."""
     with service.write_transaction(name) as session:
-        return runs.run_state(lifecycle.end_run(session, name, attempt, change.status))
+        return runs.run_state(lifecycle.end_run(session, name, attempt, change))
 
 
 @router.post("/runs/{name}/attempts", tags=["runs"], dependencies=permit("run", "trainer"))

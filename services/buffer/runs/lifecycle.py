@@ -227,10 +227,13 @@ def stop(
     return run
 
 
-def end_run(session: Session, name: str, attempt: int, status: str) -> Run:
+def end_run(session: Session, name: str, attempt: int, change: wire.RunPatch) -> Run:
     """Records how a run ended. Raises 409 for a superseded attempt."""
     run = lock_run(session, name, attempt)
-    run.status = status
+    run.status = change.status
+    if change.by is not None:
+        run.stopped_by, run.stop_reason = change.by, change.reason
+        run.stopped_at = datetime.now(UTC)
     return run
 
 

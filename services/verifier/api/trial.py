@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import RewardError
 from bapo_core.reward_files import FUNCTION, RewardFunctions
 from services.verifier.api.wire import ItemVerdict, VerifyItem
 
@@ -31,7 +31,7 @@ def try_functions(
 ) -> None:
     """Calls the functions for the first payloads with two responses each.
 
-    Raises `BapoError`, which names file, function and row, if one gives no reward, and what
+    Raises `RewardError`, which names file, function and row, if one gives no reward, and what
     `verify` raises if the verifier cannot import the file.
     """
     rows = list(islice(payloads, TRIED_ROWS))
@@ -41,7 +41,7 @@ def try_functions(
         for response, verdict in zip(RESPONSES, verdicts, strict=True):
             if verdict.failed:
                 where = "" if functions.file in verdict.failure else f"{functions.file}: "
-                raise BapoError(
+                raise RewardError(
                     f"{where}{verdict.failure}; tried with row {number} "
                     f"({str(rows[number - 1].get('prompt'))!r:.60}) and the response "
                     f"{response!r}: a reward function gives a number for every response"

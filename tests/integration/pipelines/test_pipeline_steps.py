@@ -262,7 +262,7 @@ def test_replicas_that_never_serve_the_weights_fail_the_step(
         steps.sync(context, jobs_of(), 2, within_s=0.05)
     stop = partial(context.buffer.stop, by="alice", reason="its GPUs are needed")
     monkeypatch.setattr(steps, "take_turn", lambda *_: stop())
-    stopped = "was stopped by alice: its GPUs are needed meanwhile"
+    stopped = "was stopped meanwhile by alice: its GPUs are needed; start the pipeline with"
     with pytest.raises(BapoError, match=stopped):
         steps.sync(context, jobs_of(), 2)
     with pytest.raises(BapoError, match=stopped):

@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
+from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, ConfigError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.buffer.api.wire import Rollouts
+from services.cli.reward_files import pin_reward, store_reward
 from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
-from services.datasets import load_datasets
+from services.datasets import DataSources, load_datasets, prepare_run
 from services.model.resolve import TINY_MODEL
 from services.rollout import collector as collector_module
 from services.rollout import jobs as jobs_module
@@ -41,6 +48,8 @@ from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
 from services.verifier.api.wire import ItemVerdict, VerifyItem
 from tests.integration.support.driver import Driver, small_config
+
+ROOT = Path(__file__).parents[3]
 
 
 class ScriptedFleet:
@@ -478,6 +487,61 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
                 await collecting
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "def score(completions, **columns):\n    return [float(completions[0])]",
+            r"rewards.py:score raised ValueError: .* \(rewards.py, line 2\); tried with row 1 ",
+        ),
+        (
+            "import absent_package\ndef score(completions, **columns): ...",
+            r".*raised ModuleNotFoundError: No module named 'absent_package' \(rewards.py, line 1",
+        ),
+    ],
+)
+def test_a_reward_function_that_cannot_work_stops_the_run_of_a_pipeline(
+    stack: Endpoints, source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector of the chart would otherwise be restarted again and again, while the trainer and
+    the pipeline wait for rollouts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(source)
+    rows = [json.dumps({"prompt": f"{number}+1="}) for number in range(12)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:8]))
+    (tmp_path / "test.jsonl").write_text("\n".join(rows[8:]))
+    paths = {"train_path": "train.jsonl", "test_path": "test.jsonl"}
+    name = f"faulty-{'import' if 'import' in source else 'call'}"
+    config = pin_reward(small_config(name, task={"reward": "rewards.py:score", **paths}))
+
+    def create(client: BufferClient, config: RunConfig) -> None:
+        store_reward(config, client)
+        request = prepare_run(config, TINY_MODEL, DataSources(), client, show=lambda _: None)
+        client.create_run(request)
+
+    driver = Driver(stack, config, create)
+    done = subprocess.run(
+        [sys.executable, "-m", "services.rollout.collector"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            **stack.process_environment(stack.token),
+            **stack.verifier_environment(),
+            "BAPO_RUN": name,
+            "BAPO_SCRATCH": str(tmp_path / "scratch"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    state = driver.client.run_state()
+    assert state.status == "stopped", done.stderr
+    assert state.stopped is not None
+    assert state.stopped.by == "the collector"
+    assert re.match(reason, str(state.stopped.reason)), state.stopped.reason
 
 
 def test_a_run_is_finished_once_it_is_evaluated_and_its_last_checkpoint_is_stored(
