@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 import tomllib
@@ -204,10 +205,23 @@ def write(name: str, packages: Lock, includes: str | None = None) -> None:
     (DIRECTORY / f"{name}.txt").write_text("\n".join(lines) + "\n")
 
 
+def find_program(name: str) -> str:
+    """Returns the absolute path of a program, because it runs in other directories.
+
+    Raises `SystemExit` if there is none.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise SystemExit(
+            f"there is no program {name!r}; `make lock` installs uv and names its path"
+        )
+    return str(Path(found).absolute())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--uv", default="uv", help="path of uv")
-    uv = parser.parse_args().uv
+    uv = find_program(parser.parse_args().uv)
     for shared, images in IMAGES.items():
         locks = {image: resolve(uv, image) for image in images}
         common = set.intersection(*(set(lock) for lock in locks.values()))

@@ -32,6 +32,20 @@ UNTESTED = {
 """Packages of each image whose versions no constraint names, besides those for GPUs alone."""
 
 
+def test_the_program_that_locks_may_be_named_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make lock` does, and the program runs in other directories."""
+    program = tmp_path / "bin" / "uv"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert lock.find_program("bin/uv") == str(program)
+    with pytest.raises(SystemExit, match="there is no program 'bin/absent'"):
+        lock.find_program("bin/absent")
+
+
 @pytest.mark.parametrize("image", IMAGES)
 def test_images_run_as_a_user_with_a_number(image: str) -> None:
     users = [user for stage in chain(STAGES, image, ARGUMENTS) for user in stage.all("USER")]
