@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -227,6 +228,9 @@ def _flash4(
 
 @lru_cache
 def _flash4_function() -> Callable[..., Any]:
+    # The package compiles a kernel for each shape of heads, and its compiler warns of an argument
+    # that is a constant.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted", UserWarning)
     function: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     return function
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -240,6 +241,9 @@ _SAVED_OPS = (
 
 def compile_layers(policy: Sharded, backend: Any = "inductor") -> Sharded:
     """Compiles each layer but its attention, whose shapes differ from pass to pass; in place."""
+    # Numbers of a layer, such as the epsilon of a norm or the scale of an adapter, are constants.
+    # With `dynamic`, each would be a tensor on the CPU, which a C++ program converts.
+    torch._dynamo.config.specialize_float = True
     uncompiled = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(attention.IMPLEMENTATION, uncompiled)
     for layer in _layers(policy.model):

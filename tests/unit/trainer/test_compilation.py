@@ -14,6 +14,7 @@ from bapo_core.config.training import TrainerConfig
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer import shard
 from services.trainer.data import Batch, collate
+from services.trainer.lora import add_adapters
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
 from services.trainer.shard import checkpoint_layers, compile_layers, compiles
@@ -52,6 +53,24 @@ def ragged_batch(step: int) -> Batch:
         for index in range(3 + step % 2)
     ]
     return collate(batch_of_groups().members[: len(groups)], table_of(groups))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_numbers_of_the_layers_are_constants_of_their_graphs(rank: int) -> None:
+    """A number that is a tensor would be one of the CPU, and need a C++ compiler on a GPU."""
+    settings = config(f"lora.rank={rank}")
+    network = policy()
+    add_adapters(network.model, settings.lora, 7)
+    inputs: list[Any] = []
+
+    def keep_inputs(graph: Any, examples: list[Any]) -> Any:
+        inputs.extend(examples)
+        return graph
+
+    compile_layers(network, backend=keep_inputs)
+    Updater(settings, network, shard.Ranks(0, 1)).score(batch_of_groups())
+    assert inputs
+    assert not [found for found in inputs if isinstance(found, torch.Tensor) and found.dim() == 0]
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
