@@ -102,7 +102,7 @@ PLANS = {
             Step("attention", ("flash4",), 75, 90),
             Step("attention", ("padded",), 40, 45),
             Step("trainer", ("qwen3-0.6b-16384-compiled",), 50, 90),
-            Step("trainer", ("qwen3-0.6b-65536-compiled",), 60, 150),
+            Step("trainer", ("qwen3-0.6b-65536-compiled",), 80, 150),
         ),
     ),
     "first": Plan(

@@ -36,8 +36,8 @@ class Row:
 def _rates(result: Any) -> str:
     """Shows an update of the trainer part."""
     rate = result["tokens_per_s"]["update"]
-    kernel = result.get("attention", "default")
-    attention = "" if kernel == "default" else f" ({kernel})"
+    # Results of before kernels were chosen do not name theirs, which was `varlen`.
+    attention = f" ({', '.join(kernels)})" if (kernels := result.get("attention")) else ""
     mfu = 100 * result["mfu_published_formula"]
     return f"{rate:,.0f} tok/s, {mfu:.1f}%, {result['memory']['reserved_gib']:.1f} GiB{attention}"
 

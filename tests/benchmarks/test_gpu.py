@@ -581,7 +581,7 @@ def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
     left = [(canonicalize_name(name), extras)]
     while left:
         name, extras = left.pop()
-        if set(extras) <= found.get(name, {"?"}):
+        if name in found and set(extras) <= found[name]:
             continue
         found.setdefault(name, set()).update(extras)
         for text in importlib.metadata.requires(name) or ():
