@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.common.listener import bind_address
 from services.common.middleware import KnownHosts, PrivateAnswers
 from services.common.settings import ServerSettings
 
@@ -91,8 +92,6 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     app.add_middleware(KnownHosts, names=names)
     return uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         http=Connection,
         # Whoever is on this machine could name any address in X-Forwarded-For.
         proxy_headers=False,
@@ -105,10 +104,12 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 def serve(app: FastAPI, settings: ServerSettings, server_class: type[Server] = Server) -> None:
     """Serves `app` until the process is terminated; open requests get 5 seconds to finish.
 
-    Raises what the app raises when it starts.
+    Raises what the app raises when it starts, and `BapoError` if the address is taken.
     """
     server = server_class(server_config(app, settings))
-    inherited = settings.listen_fd
-    sockets = None if inherited is None else [socket.socket(fileno=inherited)]
+    if settings.listen_fd is None:
+        listener = bind_address(settings.host, settings.port)
+    else:
+        listener = socket.socket(fileno=settings.listen_fd)
     with suppress(KeyboardInterrupt):
-        server.run(sockets)
+        server.run([listener])

@@ -197,7 +197,7 @@ class ServerSettings(Settings):
     """Settings of a process that serves HTTP."""
 
     host: str = "127.0.0.1"
-    """Interface to listen on."""
+    """Address to listen on; `::` is all addresses of this machine, of IPv4 and of IPv6."""
     port: int = Field(ge=1, le=65_535)
     """Port to listen on."""
     listen_fd: int | None = None

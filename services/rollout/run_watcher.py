@@ -24,6 +24,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.listener import bind_address
 from services.common.logs import configure_logs
 from services.common.process import (
     ChildProcess,
@@ -140,7 +141,11 @@ class _HealthHandler(BaseHTTPRequestHandler):
 
 @contextmanager
 def _health_server(settings: RunWatcherSettings) -> Iterator[None]:
-    server = ThreadingHTTPServer((settings.host, settings.port), _HealthHandler)
+    address = (settings.host, settings.port)
+    server = ThreadingHTTPServer(address, _HealthHandler, bind_and_activate=False)
+    server.socket.close()  # It is one of IPv4.
+    server.socket = bind_address(*address)
+    server.server_activate()
     thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
     thread.start()
     try:

@@ -349,13 +349,14 @@ def main() -> None:
         driver = make_driver(config, scratch, settings.vllm, stored_images(store).get, nodes)
         # Its callers learn it from the buffer service, which lists it for them alone.
         credential = secrets.token_urlsafe(32)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
         pending_offer = PendingOffer() if config.sync.transport == "nccl" else None
         replica = Replica(
             driver,
             buffer,
             weight_cache(store, scratch, nodes),
             name=settings.replica,
-            url=settings.advertise or f"http://{settings.host}:{settings.port}",
+            url=settings.advertise or f"http://{host}:{settings.port}",
             credential=credential,
             pending_offer=pending_offer,
         )

@@ -58,7 +58,9 @@ OTHERS: dict[str, End] = {
     "ingress": Pod({"app": "ingress"}, namespace="ingress"),
     "dns": Pod({"k8s-app": "kube-dns"}, namespace="kube-system"),
     "internet": Address("93.184.216.34"),
+    "internet by IPv6": Address("2606:2800:21f:cb07:6820:80da:af6b:8b2c"),
 }
+INTERNET = ("internet", "internet by IPv6")
 
 
 def flows(objects: list[Object], components: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
@@ -79,17 +81,22 @@ TO_SERVICES = {
     *((source, "verifier", 8701) for source in ("collector", "test")),
     ("collector", "rollout", 8702),
     *(("trainer", "trainer", port) for port in TRAINER_PORTS),
-    ("reaper", "internet", 443),  # where the Kubernetes API is
+    *(("reaper", internet, 443) for internet in INTERNET),  # where the Kubernetes API is
 }
 NO_SECRET = {"database.existingSecret": ""}
 TO_BUNDLED = {
     *((source, "postgres", 5432) for source in ("buffer", "migrate")),
     *((source, "s3", 8333) for source in ("buffer", "rollout", "collector", "trainer", "pipeline")),
 }
-TO_OUTSIDE = {
-    *((source, "internet", 5432) for source in ("buffer", "migrate")),
-    *((source, "internet", 443) for source in ("buffer", "rollout", "collector", "trainer")),
-}
+S3_CLIENTS = ("buffer", "rollout", "collector", "trainer")
+
+
+def to_outside(sources: tuple[str, ...], port: int) -> set[tuple[str, str, int]]:
+    """Returns the flows to all addresses of the internet, of either family."""
+    return {(source, internet, port) for source in sources for internet in INTERNET}
+
+
+TO_OUTSIDE = to_outside(("buffer", "migrate"), 5432) | to_outside(S3_CLIENTS, 443)
 DIRECT_WEIGHTS = {
     ("trainer", "rollout", 8702),
     *(
@@ -114,7 +121,7 @@ def test_flows_to_an_external_database_and_object_store(production: list[Object]
 
 def test_flows_from_an_ingress_and_between_trainers_and_rollouts(everything: list[Object]) -> None:
     ingress = {("ingress", "buffer", 8700)}
-    proxy = {(source, "internet", 3128) for source in ("buffer", "rollout", "collector", "trainer")}
+    proxy = to_outside(S3_CLIENTS, 3128)
     expected = TO_SERVICES | TO_OUTSIDE | METRICS | ingress | DIRECT_WEIGHTS | proxy
     assert set(flows(everything, COMPONENTS)) == expected
 
@@ -134,12 +141,12 @@ def test_the_ports_outside_are_those_of_the_addresses(
     values: dict[str, Any], database: int, s3: int
 ) -> None:
     objects = render(Case(("production",), values))
-    outside = {flow for flow in flows(objects, COMPONENTS) if flow[1] == "internet"}
-    assert outside == {
-        *((source, "internet", database) for source in ("buffer", "migrate")),
-        *((source, "internet", s3) for source in ("buffer", "rollout", "collector", "trainer")),
-        ("reaper", "internet", 443),
-    }
+    outside = {flow for flow in flows(objects, COMPONENTS) if flow[1] in INTERNET}
+    assert outside == (
+        to_outside(("buffer", "migrate"), database)
+        | to_outside(S3_CLIENTS, s3)
+        | to_outside(("reaper",), 443)
+    )
 
 
 def test_pods_of_replicas_of_several_nodes_reach_each_other() -> None:
@@ -151,14 +158,14 @@ def test_pods_of_replicas_of_several_nodes_reach_each_other() -> None:
 def test_flows_of_the_scaler() -> None:
     objects = render(CASES["scaled to zero"])
     scaler = {flow for flow in flows(objects, (*COMPONENTS, "scaler")) if "scaler" in flow}
-    assert scaler == {("scaler", "buffer", 8700), ("scaler", "internet", 443)}
+    assert scaler == {("scaler", "buffer", 8700)} | to_outside(("scaler",), 443)
 
 
 def test_air_gapped_reaches_named_namespaces_and_no_address() -> None:
     objects = render(CASES["air-gapped"])
     may = partial(allowed, objects)
     storage, databases = Pod({}, namespace="storage"), Pod({}, namespace="databases")
-    assert {flow for flow in flows(objects, COMPONENTS) if flow[1] == "internet"} == set()
+    assert {flow for flow in flows(objects, COMPONENTS) if flow[1] in INTERNET} == set()
     assert may(Flow(release_pod("rollout", objects), storage, 9000))
     assert may(Flow(release_pod("migrate", objects), databases, 5432))
     assert not may(Flow(release_pod("rollout", objects), databases, 5432))

@@ -32,7 +32,11 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
     secret = one(dev, "Secret", "bapo-s3-identities")["data"]
     identities.write_bytes(base64.b64decode(secret["identities.json"]))
     original = container_of(dev, "StatefulSet", "bapo-s3")["command"]
-    paths = {"/identities/identities.json": str(identities), "/data": str(data)}
+    paths = {
+        "/identities/identities.json": str(identities),
+        "/data": str(data),
+        "$(POD_IP)": "0.0.0.0",
+    }
     command = [_replace_paths(argument, paths) for argument in original]
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert weed is not None

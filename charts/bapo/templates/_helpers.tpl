@@ -309,8 +309,9 @@ topologySpreadConstraints:
 
 {{/* Environment of a server process. */}}
 {{- define "bapo.listenEnv" -}}
+# All addresses, of IPv4 and of IPv6.
 - name: BAPO_HOST
-  value: 0.0.0.0
+  value: "::"
 - name: BAPO_PORT
   value: {{ .port | quote }}
 - name: BAPO_HOST_NAMES

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from services.buffer.api.wire import StoredVersion
 from services.common.errors import ServiceCallError
 from services.common.http import HttpClient
+from services.common.listener import bind_address
 from services.common.objectstore import ObjectStore
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
 from services.rollout.errors import EngineLost
@@ -187,6 +187,5 @@ def _free_port() -> int:
     vLLM takes the port of the rendezvous as a number, so another process may bind it first; the
     ranks then do not meet, and vLLM does not start.
     """
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with bind_address("::", 0) as probe:
         return int(probe.getsockname()[1])
