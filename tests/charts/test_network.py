@@ -135,6 +135,11 @@ def test_flows_from_an_ingress_and_between_trainers_and_rollouts(everything: lis
         ({"s3.endpoint": "http://minio", "networkPolicy.externalS3.port": 9000}, 5432, 9000),
         ({"database.url": "postgresql://a:b@db:6432/bapo?x=y:1", **NO_SECRET}, 6432, 443),
         ({"database.url": "postgresql://a:b@db/bapo", **NO_SECRET}, 5432, 443),
+        ({"database.url": "postgresql://a:b%40/%3Ac@db:6432/bapo", **NO_SECRET}, 6432, 443),
+        ({"database.url": "postgresql://a:b/c@db:6432/bapo", **NO_SECRET}, 6432, 443),
+        ({"database.url": "postgresql://a:b@[fd00::5]:6432/bapo", **NO_SECRET}, 6432, 443),
+        ({"database.url": "postgresql://a:b@[fd00::5]/bapo", **NO_SECRET}, 5432, 443),
+        ({"database.url": "postgresql://db:6432\n", **NO_SECRET}, 6432, 443),
     ],
 )
 def test_the_ports_outside_are_those_of_the_addresses(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.charts.cases import CASES, DATABASE_URL, DEV
+from tests.charts.cases import CASES, DATABASE_URL, DEV, OWN_KEYS
 from tests.charts.cluster import cluster
 from tests.charts.helm import (
     CHART,
@@ -41,9 +41,10 @@ EXISTING = {
     "bapo-s3": {"BAPO_S3_ACCESS_KEY": "kept-access", "BAPO_S3_SECRET_KEY": "kept-secret"},
 }
 
+DATABASE, S3 = "bapo-external-database", "bapo-external-s3"
 NAMED = {
-    "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
-    "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
+    DATABASE: {"BAPO_DATABASE_URL": DATABASE_URL},
+    S3: {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
     "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
 }
 """Secrets of the user's, which values-production.yaml and `token.existingSecret` name."""
@@ -109,6 +110,51 @@ def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) 
         "image.pullSecrets: the namespace ml has no Secret pull",
     ):
         assert problem in message
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n"])
+def test_white_space_around_the_values_of_secrets_is_no_obstacle(
+    end: str, tmp_path: Path, version: str
+) -> None:
+    """The services remove it (`tests/outside/test_secrets.py`), and the chart from values."""
+    secrets = {
+        name: {key: value + end for key, value in data.items()} for name, data in NAMED.items()
+    }
+    case = Case(("production",), {"token.existingSecret": "ours"})
+    with cluster(tmp_path, secrets) as kubeconfig:
+        assert "kind: StatefulSet" in render_on(kubeconfig, version, case)
+    given = {name: str(value) + end for name, value in OWN_KEYS.items() if value}
+    objects = render(Case(("production",), OWN_KEYS | given), version)
+    assert decoded(one(objects, "Secret", "bapo-database"))["BAPO_DATABASE_URL"] == DATABASE_URL
+    keys = {"BAPO_S3_ACCESS_KEY": "access-key-1", "BAPO_S3_SECRET_KEY": "secret-key-1"}
+    assert decoded(one(objects, "Secret", "bapo-s3")) == keys
+
+
+@pytest.mark.parametrize(
+    ("secret", "key", "text", "problem"),
+    [
+        ("ours", "BAPO_TOKEN", "one\ntwo-hidden", "holds a line break or another character"),
+        ("ours", "BAPO_TRAINER_TOKEN", "tök-hidden", "holds a line break or another character"),
+        ("ours", "BAPO_VERIFIER_TOKEN", "\n", "is empty"),
+        (S3, "BAPO_S3_SECRET_KEY", "a\x1bhidden", "holds a line break or another character"),
+        (
+            DATABASE,
+            "BAPO_DATABASE_URL",
+            "postgresql://a:p@hidden@db/bapo",
+            "has more than one @; in",
+        ),
+    ],
+)
+def test_a_value_that_no_service_takes_is_refused_by_its_name(
+    secret: str, key: str, text: str, problem: str, tmp_path: Path, version: str
+) -> None:
+    case = Case(("production",), {"token.existingSecret": "ours"})
+    secrets = NAMED | {secret: NAMED[secret] | {key: text}}
+    with cluster(tmp_path, secrets) as kubeconfig, pytest.raises(HelmError) as caught:
+        render_on(kubeconfig, version, case)
+    message = " ".join(str(caught.value).split())
+    assert f".existingSecret: {key} of the Secret {secret} {problem}" in message
+    assert "hidden" not in message
 
 
 def test_an_upgrade_keeps_generated_secrets(tmp_path: Path, version: str) -> None:

@@ -148,6 +148,16 @@ BY_TEMPLATE = [
         {"ingress.enabled": True, "ingress.host": "a.example.com"},
         "networkPolicy.ingressFrom: it is empty, so no request from outside",
     ),
+    *(
+        (
+            {
+                "database.existingSecret": "",
+                "database.url": f"postgresql://app:{password}@db:6432/bapo",
+            },
+            "database.url: it has more than one @; in user and password, write @ as %40",
+        )
+        for password in ("p@ss", "p@ss/w", "p@ss/w@rd")
+    ),
     (
         {"ingress.host": "b.example.com/bapo"},
         "ingress.host: b.example.com/bapo is more than a host name; set the path below it as "
@@ -201,8 +211,9 @@ def test_the_defaults_alone_are_refused_with_what_to_set(version: str) -> None:
     assert "s3: no object store is configured. Set s3.endpoint" in refusal
 
 
-def test_messages_contain_no_password() -> None:
-    sets = {"database.existingSecret": "", "database.url": "mysql://a:pass-word-1@c/d"}
+@pytest.mark.parametrize("url", ["mysql://a:pass-word-1@c/d", "postgresql://a:x@/pass-word-1@c/d"])
+def test_messages_contain_no_password(url: str) -> None:
+    sets = {"database.existingSecret": "", "database.url": url}
     assert "pass-word-1" not in refused(Case(("production",), sets))
 
 

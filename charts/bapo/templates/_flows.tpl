@@ -50,6 +50,7 @@ matchExpressions:
 {{- end -}}
 
 {{- define "bapo.portOf" -}}
-{{- $host := regexReplaceAll "^[^:]*://([^@/]*@)?" .url "" | regexFind "^[^/?]*" -}}
+{{/* Parts the user from the host as the service does: a password may hold a slash, and no user a colon. */}}
+{{- $host := regexReplaceAll "^[^:]*://([^:/@]*(:[^@]*)?@)?" (trim .url) "" | regexFind "^[^/?]*" -}}
 {{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default .port -}}
 {{- end -}}

@@ -63,8 +63,9 @@
 {{- end }}
 {{- end -}}
 
-{{/* Checks that named Secrets exist and have their keys, if a cluster with the namespace can be queried. A pod
-would wait for a missing Secret without an error of the release. */}}
+{{/* Checks that named Secrets exist, have their keys and values that the services take, if a cluster with the
+namespace can be queried. A pod would wait for a missing Secret without an error of the release. The services
+remove white space around a value, which `kubectl create secret --from-file` leaves there. */}}
 {{- define "bapo.secretProblems" -}}
 {{- $namespace := .Release.Namespace -}}
 {{- if lookup "v1" "Namespace" "" $namespace -}}
@@ -82,10 +83,32 @@ would wait for a missing Secret without an error of the release. */}}
   {{ $value }}: the namespace {{ $namespace }} has no Secret {{ $name }}; create it with
   {{ join " and " (rest $secretAndKeys) }}
 {{- else }}
+{{- $data := $secret.data | default dict }}
 {{- range $key := rest $secretAndKeys }}
-{{- if not (hasKey ($secret.data | default dict) $key) }}
+{{- if not (hasKey $data $key) }}
 - >-
   {{ $value }}: the Secret {{ $name }} has no key {{ $key }}
+{{- end }}
+{{- end }}
+{{- $read := rest $secretAndKeys }}
+{{- if eq $value "token.existingSecret" }}{{ $read = concat $read (include "bapo.processTokens" $ | fromYamlArray) }}{{ end }}
+{{- range $key := $read }}
+{{- if hasKey $data $key }}
+{{- $text := get $data $key | b64dec | trim }}
+{{- if not $text }}
+- >-
+  {{ $value }}: {{ $key }} of the Secret {{ $name }} is empty
+{{- else if not (regexMatch "^[ -~]+$" $text) }}
+- >-
+  {{ $value }}: {{ $key }} of the Secret {{ $name }} holds a line break or another character that is not printable
+  ASCII; store it again, for example with kubectl create secret generic {{ $name }} --from-literal={{ $key }}=VALUE
+{{- else if eq $value "database.existingSecret" }}
+{{- if regexMatch "@.*@" $text }}
+- >-
+  {{ $value }}: {{ $key }} of the Secret {{ $name }} has more than one @; in user and password, write @ as %40,
+  / as %2F, : as %3A, ? as %3F, # as %23 and % as %25
+{{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
