@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 
 import urllib3
 from minio import Minio
+from minio.credentials.credentials import Credentials
 from minio.credentials.providers import IamAwsProvider, Provider, StaticProvider
 from minio.deleteobjects import DeleteError, DeleteObject
 from minio.error import MinioException, S3Error
@@ -136,9 +138,53 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class _CloudIdentity(Provider):
+    """Credentials of the cloud identity of the pod or machine (AWS).
+
+    The library's own client waits for ever for an address that a network policy closes.
+    """
+
+    def __init__(self) -> None:
+        client = urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=CONNECT_WITHIN_S, read=CONNECT_WITHIN_S),
+            retries=urllib3.Retry(
+                total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]
+            ),
+        )
+        self._provider = IamAwsProvider(http_client=client)
+
+    def retrieve(self) -> Credentials:
+        """Raises `ObjectStoreUnavailable` if the identity cannot be had."""
+        try:
+            return self._provider.retrieve()
+        except (
+            MinioException,
+            urllib3.exceptions.HTTPError,
+            ValueError,
+            KeyError,
+            OSError,
+        ) as error:
+            raise ObjectStoreUnavailable(
+                f"the cloud identity cannot be read from {_identity_address()} "
+                f"({type(error).__name__}); check that a network policy lets pods reach it, that "
+                "the ServiceAccount or the machine has a role, and that instance metadata allows "
+                "two hops"
+            ) from error
+
+
+def _identity_address() -> str:
+    """Returns the address that AWS gives the identity at, as the environment says."""
+    if os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        region = os.environ.get("AWS_REGION")
+        return f"https://sts.{region}.amazonaws.com" if region else "https://sts.amazonaws.com"
+    if path := os.environ.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI"):
+        return f"http://169.254.170.2/{path.lstrip('/')}"
+    return os.environ.get("AWS_CONTAINER_CREDENTIALS_FULL_URI") or "http://169.254.169.254"
+
+
 def _credentials(settings: ObjectStoreSettings) -> Provider:
     if settings.credentials == "identity":
-        return IamAwsProvider()
+        return _CloudIdentity()
     return StaticProvider(
         settings.access_key.get_secret_value(), settings.secret_key.get_secret_value()
     )

@@ -154,6 +154,25 @@ def test_the_ports_outside_are_those_of_the_addresses(
     )
 
 
+METADATA = ("169.254.170.23", "fd00:ec2::23", "169.254.169.254")
+"""Where AWS gives pods their identity: EKS Pod Identity, and the metadata of the machine."""
+
+
+@pytest.mark.parametrize("credentials", ["keys", "identity"])
+def test_pods_with_an_identity_alone_reach_where_the_cloud_gives_it(credentials: str) -> None:
+    values = {"networkPolicy.externalS3.to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+    if credentials == "identity":
+        values |= {"s3.credentials": "identity", "s3.existingSecret": ""}
+    objects = render(Case(("production",), values))
+    reaching = {
+        component
+        for component in COMPONENTS
+        for address in METADATA
+        if allowed(objects, Flow(release_pod(component, objects), Address(address), 80))
+    }
+    assert reaching == (set(S3_CLIENTS) if credentials == "identity" else set())
+
+
 def test_pods_of_replicas_of_several_nodes_reach_each_other() -> None:
     among = {("rollout", "rollout", port) for port in TRAINER_PORTS}
     expected = TO_SERVICES | TO_OUTSIDE | METRICS | among

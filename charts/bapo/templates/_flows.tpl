@@ -38,6 +38,15 @@ matchExpressions:
 {{- else -}}
 {{- $port := ternary 80 443 (hasPrefix "http://" .Values.s3.endpoint) -}}
 {{- include "bapo.toOutside" (dict "peers" .Values.networkPolicy.externalS3 "url" .Values.s3.endpoint "port" $port) -}}
+{{- if eq .Values.s3.credentials "identity" }}
+{{- /* EKS Pod Identity, by IPv4 and by IPv6, and the metadata of the machine. */}}
+- to:
+    - ipBlock: {cidr: 169.254.170.23/32}
+    - ipBlock: {cidr: "fd00:ec2::23/128"}
+    - ipBlock: {cidr: 169.254.169.254/32}
+  ports:
+    - {protocol: TCP, port: 80}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -91,7 +91,7 @@ def test_a_cloud_identity_needs_no_keys() -> None:
         secret_key="",
     )
     client: Any = ObjectStore(identity)._client
-    assert isinstance(client._provider, IamAwsProvider)
+    assert isinstance(client._provider._provider, IamAwsProvider)
 
 
 @pytest.mark.parametrize("missing", ["access_key", "secret_key"])
