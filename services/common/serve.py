@@ -17,6 +17,10 @@ from services.common.settings import ServerSettings
 
 LARGEST_HEAD = 64 << 10
 """Largest head of a request in bytes, beyond what arrives in one piece (at most 256 KiB)."""
+IDLE_WITHIN_S = 620
+"""Seconds after which an idle connection is closed. A load balancer must close it first, because it
+would otherwise send a request into a connection that is being closed, and answer 502: nginx and
+AWS's close theirs after 60 seconds, Google's after 600."""
 
 
 class Connection(HttpToolsProtocol):
@@ -97,6 +101,7 @@ def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         proxy_headers=False,
         log_config=None,
         access_log=False,
+        timeout_keep_alive=IDLE_WITHIN_S,
         timeout_graceful_shutdown=5,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import pwd
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 from bapo_core.errors import BapoError
 from services.common.process import as_user
 from services.stack.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
 
 READY_WITHIN_S = 60.0
 USER = "embedded_postgres"
@@ -40,7 +43,7 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
         shutil.chown(data.parent, group=pwd.getpwnam(user).pw_gid)
         data.parent.chmod(0o710)
         for directory in (data.parent, binaries, sockets):
-            _let_traverse(directory)
+            let_traverse(directory)
         access = _let_root_alone_connect(sockets, user)
     if not (data / "PG_VERSION").exists():
         _create_cluster(binaries, data, user)
@@ -131,12 +134,22 @@ def _unprivileged_user() -> str:
     return USER
 
 
-def _let_traverse(path: Path) -> None:
-    """Lets other users pass through the directories above `path`, without listing them."""
+def let_traverse(path: Path) -> None:
+    """Lets other users pass through the directories above `path`, without listing them.
+
+    They stay open: another stack below them may run when this one ends.
+    """
     for parent in path.parents:
         mode = parent.stat().st_mode
         if not mode & stat.S_IXOTH:
             parent.chmod(mode | stat.S_IXOTH)
+            log.warning(
+                "%s was closed to other users; they can pass through it from now on, and not list "
+                "it, because Postgres does not run as root (chmod o-x %s closes it, while no stack "
+                "runs)",
+                parent,
+                parent,
+            )
 
 
 def _accepts_connections(sockets: Path) -> bool:

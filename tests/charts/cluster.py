@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import threading
 from collections.abc import Iterator
@@ -91,6 +92,23 @@ def _owned(name: str) -> dict[str, Any]:
     }
 
 
+def _stored(release: dict[str, Any]) -> dict[str, Any]:
+    """Returns the Secret in which Helm stores a release: JSON, packed, in base64, as any value."""
+    packed = base64.b64encode(gzip.compress(json.dumps(release).encode()))
+    labels = {"owner": "helm", "name": "bapo", "status": "deployed", "version": "1"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "helm.sh/release.v1",
+        "metadata": {
+            "name": "sh.helm.release.v1.bapo.v1",
+            "namespace": NAMESPACE,
+            "labels": labels,
+        },
+        "data": {"release": base64.b64encode(packed).decode()},
+    }
+
+
 def _groups(served: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
     versions = [version for version in served if version != "v1"]
     return [
@@ -108,12 +126,17 @@ def cluster(
     directory: Path,
     secrets: dict[str, dict[str, str]],
     custom: dict[str, dict[str, str]] | None = None,
+    release: dict[str, Any] | None = None,
 ) -> Iterator[Path]:
     """Serves a cluster that has these Secrets; yields the path of its kubeconfig.
 
-    custom: its custom kinds besides Prometheus' by API version, and by plural.
+    custom: its custom kinds besides Prometheus' by API version, and by plural. release: the release
+    "bapo" that is installed, as Helm stores it.
     """
     bodies = answers(secrets, KINDS | (custom or {}))
+    stored = [] if release is None else [_stored(release)]
+    listing = {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": stored}
+    bodies[f"/api/v1/namespaces/{NAMESPACE}/secrets"] = listing
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -13,7 +13,7 @@ import yaml
 from docs.generate import chart
 from tests.charts.cases import DATABASE_URL, FROM_INGRESS, SEVERAL_NODES
 from tests.charts.cluster import LEADER_WORKER_SETS, cluster
-from tests.charts.helm import CHART, Case, HelmError, render, run
+from tests.charts.helm import CHART, NAMESPACE, Case, HelmError, render, run
 
 # (values, part of the message)
 BY_SCHEMA = [
@@ -312,6 +312,36 @@ def test_replicas_of_several_nodes_need_the_controller_of_leaderworkersets(
     with cluster(tmp_path, {}, LEADER_WORKER_SETS) as kubeconfig:
         text = install(version, "bapo", case, kubeconfig, dry_run="server")
         assert "kind: LeaderWorkerSet" in text
+
+
+def test_an_upgrade_keeps_values_by_the_option_that_takes_the_new_defaults(
+    version: str, tmp_path: Path
+) -> None:
+    """Another option keeps the defaults of the earlier version, which had not all keys."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    del defaults["buffer"]["rootPath"]
+    kept = yaml.safe_load((CHART / "values-dev.yaml").read_text())
+    release = {
+        "name": "bapo",
+        "namespace": NAMESPACE,
+        "version": 1,
+        "info": {"status": "deployed"},
+        "chart": {
+            "metadata": {"name": "bapo", "version": "0.2.0", "apiVersion": "v2"},
+            "templates": [],
+            "values": defaults,
+        },
+        "config": {**kept, "image": {"registry": "registry.example.com/kept"}},
+        "manifest": "",
+    }
+    with cluster(tmp_path, {}, release=release) as kubeconfig:
+        upgrade = ("upgrade", "bapo", str(CHART), f"--namespace={NAMESPACE}", "--dry-run=server")
+        upgrade += (f"--kubeconfig={kubeconfig}", "--disable-openapi-validation")
+        assert "registry.example.com/kept/bapo/service" in run(
+            version, *upgrade, "--reset-then-reuse-values"
+        )
+        with pytest.raises(HelmError, match="rootPath"):
+            run(version, *upgrade, "--reuse-values")
 
 
 def notes(version: str, release: str, case: Case, directory: Path) -> str:
