@@ -595,6 +595,11 @@ def test_what_the_model_wrote_is_searched(stack: Endpoints, play: ImprovingRun, 
     expect(page.locator("main")).to_contain_text("No response matches")
     page.get_by_label("Text", exact=True).fill("")
     expect(written.first).to_contain_text(wrong[0].prompt_uid)
+    page.get_by_role("button", name="Clear").click()
+    newest = next(play.client.responses())
+    expect(written.first.locator("pre")).to_have_text(newest.text)
+    expect(page.get_by_label("Prompts", exact=True)).to_have_value("")
+    expect(page).not_to_have_url(re.compile("evaluation_set|correct"))
 
 
 def test_a_prompt_opens_with_its_trajectories(
