@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo.frames import frame_of
@@ -16,12 +15,12 @@ from bapo.run import Run
 from bapo_core.config import RunConfig, nest, override_config, read_values
 from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
-from services.cli.local_run import LocalRun, create_run, execute, next_free_name
+from services.cli.local_run import REPORTS, execute, prepare_new_run
 from services.cli.reward_files import pin_reward
 from services.cli.service import open_local_object_store
 from services.common.proxies import bypass_proxies
 from services.datasets import pin_revisions
-from services.model.resolve import ensure_model, find_model, pin_model
+from services.model.resolve import find_model
 from services.stack import DEFAULT_PORT
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_or_start_stack
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """A YAML file, or the values of one."""
-
-REPORTS = Path("runs")
 
 
 def train(
@@ -64,20 +61,12 @@ def train(
     loaded = _load(config, {**(changes or {}), **keys}, reward)
     home, console = default_home(), plain_console()
     for warning in loaded.warnings():
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning}", soft_wrap=True)
     loaded = pin_revisions(pin_reward(loaded))
     endpoints = _services(port)
-    client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
-    if new:
-        name = next_free_name(client, loaded.name, REPORTS)
-        loaded = loaded.model_copy(update={"name": name})
-    loaded = pin_model(loaded, home, open_store=open_local_object_store)
-    model = ensure_model(loaded, home, open_store=open_local_object_store)
-    directory = REPORTS / loaded.name
-    local_run = LocalRun(loaded, endpoints, home, directory, console)
-    create_run(local_run, model)
-    execute(local_run, model)
-    return Run(loaded.name, endpoints, directory)
+    run, model = prepare_new_run(loaded, endpoints, home, console, new=new)
+    execute(run, model)
+    return Run(run.config.name, endpoints, run.directory)
 
 
 def open_run(name: str, *, port: int = DEFAULT_PORT) -> Run:

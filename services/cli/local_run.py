@@ -26,18 +26,21 @@ from services.cli.process_tokens import process_tokens
 from services.cli.progress import RunDisplay
 from services.cli.reward_files import store_reward
 from services.cli.run_lock import RunLock
-from services.cli.service import data_sources
+from services.cli.service import data_sources, open_local_object_store
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
 from services.common.scopes import Scope
 from services.datasets import Dataset, prepare_run
 from services.exporters.mlflow import mirror_to_mlflow
+from services.model.resolve import ensure_model, pin_model
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import ProcessFailed, Supervisor, bind_port
 from services.verifier.api.client import VerifierClient
 from services.verifier.api.trial import try_functions
 
+REPORTS = Path("runs")
+"""Where summaries and reports are written, each in the directory of its run."""
 POLL_INTERVAL_S = 0.5
 TAKE_OVER = "`bapo run --resume --take-over`"
 """Begins the name under which a command stops the run of another one."""
@@ -71,6 +74,27 @@ class LocalRun:
             run=self.config.name,
             give_up_s=GIVE_UP_AFTER_S,
         )
+
+
+def prepare_new_run(
+    config: RunConfig, endpoints: Endpoints, home: Path, console: Console, *, new: bool
+) -> tuple[LocalRun, Path]:
+    """Creates a run with its model and its data; returns it, and the directory of its model.
+
+    config: with the commits of its data sets and its reward file (`pin_revisions`, `pin_reward`).
+    new: whether to take the next free name if the run's name is taken.
+
+    Raises `BapoError` if the name is taken, and when data or model cannot be read.
+    """
+    if new:
+        client = BufferClient(endpoints.buffer_url, endpoints.token, run=config.name)
+        name = next_free_name(client, config.name, REPORTS)
+        config = config.model_copy(update={"name": name})
+    config = pin_model(config, home, open_store=open_local_object_store)
+    model = ensure_model(config, home, open_store=open_local_object_store)
+    run = LocalRun(config, endpoints, home, REPORTS / config.name, console)
+    create_run(run, model)
+    return run, model
 
 
 def create_run(run: LocalRun, model: Path) -> None:

@@ -19,11 +19,11 @@ from services.buffer.api.wire import EvaluationSetView, RunState
 from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import (
+    REPORTS,
     LocalRun,
     TakenOver,
-    create_run,
     execute,
-    next_free_name,
+    prepare_new_run,
     take_over_run,
 )
 from services.cli.options import ConfigArguments, config_arguments, port_option
@@ -34,7 +34,7 @@ from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
 from services.common.threads import start_detached
 from services.datasets import pin_revisions
-from services.model.resolve import ensure_model, pin_model
+from services.model.resolve import ensure_model
 from services.report.explanations import explain_run
 from services.report.scores import has_other_rewards
 from services.report.summary import RunHistory
@@ -104,7 +104,7 @@ def run(
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
-        console.print(f"note: {warning}")
+        console.print(f"note: {warning}", soft_wrap=True)
     loaded = _pin(loaded, resume=resume)
     imported = start_detached(_import_tokenizers)
     with (
@@ -112,27 +112,20 @@ def run(
         closing(RunLock(home, loaded.name)) as lock,
     ):
         imported.result()  # Nothing else may import parts of transformers meanwhile.
-        client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
-        if new:
-            loaded = loaded.model_copy(
-                update={"name": next_free_name(client, loaded.name, Path("runs"))}
-            )
+        addresses = format_addresses(endpoints, home, with_token=console.is_terminal)
+        console.print(addresses, soft_wrap=True)
         if resume:
+            client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
             stored = _continue_run(client, config, lock, take_over, console)
             _note_kept_values(console, config, loaded, stored)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
+            model = ensure_model(loaded, home, open_store=open_local_object_store)
+            local_run = LocalRun(loaded, endpoints, home, REPORTS / loaded.name, console)
         else:
-            loaded = pin_model(loaded, home, open_store=open_local_object_store)
-        model = ensure_model(loaded, home, open_store=open_local_object_store)
-        console.print(
-            format_addresses(endpoints, home, with_token=console.is_terminal), soft_wrap=True
-        )
-        local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
-        if not resume:
-            create_run(local_run, model)
-        held = lock if resume else None
-        history = _train(local_run, model, held, _resume_command(config.file, loaded.name))
+            local_run, model = prepare_new_run(loaded, endpoints, home, console, new=new)
+        resume_command = _resume_command(config.file, local_run.config.name)
+        history = _train(local_run, model, lock if resume else None, resume_command)
         _print_results(console, local_run, history)
 
 
