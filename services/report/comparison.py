@@ -298,10 +298,11 @@ def explain_decision(decision: dict[str, Any] | None) -> str:
         f"{'the pair' if pairs == 1 else f'all {pairs} pairs together'})."
     )
     seeds = ", ".join(f"{size} takes {count}" for size, count in decision["seeds_for"].items())
+    freedom = decision["degrees_of_freedom"]
     return (
         f"Repetitions of a run differ by {decision['standard_deviation']:.4f} (standard deviation, "
-        f"{decision['degrees_of_freedom']} degrees of freedom). {decided} Seeds that decide a true "
-        f"difference in 4 of 5 cases: {seeds}."
+        f"{freedom} degree{'' if freedom == 1 else 's'} of freedom). {decided} Seeds that decide a "
+        f"true difference in 4 of 5 cases: {seeds}."
     )
 
 

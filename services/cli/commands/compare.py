@@ -14,10 +14,10 @@ from rich.console import Console
 from bapo_core.errors import BapoError
 from services.cli.console import plain_console
 from services.cli.echo import echo
-from services.cli.local_run import LocalRun, create_run, execute
+from services.cli.local_run import REPORTS, LocalRun, create_run, execute
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.reward_files import pin_reward
-from services.cli.service import open_local_object_store
+from services.cli.service import format_addresses, open_local_object_store
 from services.cli.variants import (
     PlannedRun,
     Variant,
@@ -96,11 +96,14 @@ def compare(
     stop_on_signals("stopping; the same command continues")
     variants = _variants(algorithms, variant_texts, variants_file)
     runs = plan_runs(config.file, config.overrides, variants, numbers)
+    console = plain_console()
+    for warning in _list_warnings(runs):
+        console.print(f"note: {warning}", soft_wrap=True)
     page = train_and_compare(
         runs,
-        directory=Path("runs") / f"{config.load().name}-comparison",
+        directory=REPORTS / f"{config.load().name}-comparison",
         home=default_home(),
-        console=plain_console(),
+        console=console,
         port=port,
     )
     echo(page)
@@ -116,6 +119,20 @@ def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) ->
     ]
 
 
+def _list_warnings(runs: Sequence[PlannedRun]) -> list[str]:
+    """Returns each warning about the configurations once, with the variants that it is about
+    unless it is about all of them."""
+    labels = list(dict.fromkeys(planned.label for planned in runs))
+    warned: dict[str, list[str]] = {}
+    for planned in runs:
+        for warning in planned.config.warnings():
+            warned.setdefault(warning, []).append(planned.label)
+    return [
+        warning if set(of) == set(labels) else f"{', '.join(dict.fromkeys(of))}: {warning}"
+        for warning, of in warned.items()
+    ]
+
+
 def train_and_compare(
     runs: Sequence[PlannedRun], *, directory: Path, home: Path, console: Console, port: int
 ) -> Path:
@@ -128,6 +145,8 @@ def train_and_compare(
     results: list[RunResult] = []
     trained: list[float] = []
     with find_or_start_stack(home, port) as endpoints:
+        addresses = format_addresses(endpoints, home, with_token=console.is_terminal)
+        console.print(addresses, soft_wrap=True)
         for number, planned in enumerate(runs, start=1):
             console.print(
                 f"run {number} of {len(runs)}: {planned.label}, seed "
@@ -167,7 +186,7 @@ def _train(
 
     config = pin_revisions(pin_reward(planned.config))
     config = pin_model(config, home, open_store=open_local_object_store)
-    run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
+    run = LocalRun(config, endpoints, home, REPORTS / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
         before, now = (
@@ -221,4 +240,4 @@ def _print_table(results: Sequence[RunResult], console: Console) -> None:
             f"{spread['highest']:.3f}, of {len(runs)} seeds), best "
             f"{table[label][best.name]['mean']:.3f}, place {show_places(decision, label)}",
         )
-    console.print(explain_decision(decision))
+    console.print(explain_decision(decision), soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ from bapo_core.config import load_config
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
 from services.cli.commands import compare
-from services.cli.variants import PlannedRun
+from services.cli.variants import PlannedRun, parse_variant, plan_runs
 from services.report.comparison import (
     COSTS,
     RunResult,
@@ -271,7 +272,7 @@ def test_more_variants_than_colours_are_all_drawn(tmp_path: Path) -> None:
 
 
 def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = result("a", 1, [0.0, 0.25, 0.5], rollouts=10)
 
@@ -281,7 +282,8 @@ def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
         return finished, True
 
     monkeypatch.setattr(compare, "_train", train)
-    monkeypatch.setattr(compare, "find_or_start_stack", lambda *_: nullcontext())
+    endpoints = Mock(buffer_url="http://127.0.0.1:8700", token="t0ken")
+    monkeypatch.setattr(compare, "find_or_start_stack", lambda *_: nullcontext(endpoints))
     runs = [PlannedRun(label, finished.history.config) for label in ("a", "b")]
     with pytest.raises(BapoError, match="the trainer failed"):
         compare.train_and_compare(
@@ -290,3 +292,15 @@ def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert [run["label"] for run in found["runs"]] == ["a"]
     assert (tmp_path / "comparison.html").exists()
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "dashboard  http://127.0.0.1:8700/"
+
+
+def test_each_warning_names_the_variants_that_it_is_about() -> None:
+    variants = [parse_variant("short: steps=4"), parse_variant("long: steps=400")]
+    shared = ["optimizer.warmup_steps=8", "sync.lag=1"]
+    warnings = compare._list_warnings(plan_runs(None, shared, variants, [1, 2]))
+    about = [text for text in warnings if "optimizer.warmup_steps" in text or "sync.lag" in text]
+    both, short = sorted(about, key=lambda text: text.startswith("short: "))
+    assert short.startswith("short: optimizer.warmup_steps is 8 and steps is 4: no step has")
+    assert both.startswith("sync.lag is 1 with reevaluate.enabled: ")
