@@ -80,7 +80,7 @@ export function table({
       h(
         "table",
         {},
-        h("caption", { class: hideCaption ? "unseen" : null }, caption),
+        h("caption", { class: hideCaption ? "unseen" : null }, h("span", {}, caption)),
         h("thead", {}, h("tr", {}, heads)),
         body,
       ),

@@ -30,7 +30,13 @@ from services.common.objectstore import BytesContent, ObjectStore
 from services.datasets import load_datasets, store_dataset
 from services.stack.stack import Endpoints
 from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
-from tests.integration.buffer.test_real_rewards import EQUAL, SPREAD, with_rewards
+from tests.integration.buffer.test_real_rewards import (
+    EQUAL,
+    SPREAD,
+    create_with_reward_function,
+    reward_function_config,
+    with_rewards,
+)
 from tests.integration.support.driver import Driver, small_config
 
 """The names of the program, those of the Makefile."""
@@ -447,6 +453,58 @@ def test_the_seeds_of_a_variant_are_one_line_in_a_band(
     page.get_by_role("button", name="Remove seeds-a-s3").click()
     expect(fresh.locator(".legend .key")).to_contain_text(["seeds-a-s1", "seeds-b (2 seeds)"])
     expect(fresh.locator(".band")).to_have_count(1)
+
+
+@pytest.mark.parametrize(("solved_at", "shown"), [(None, "0.688reward"), (1.0, "0.250accuracy")])
+def test_runs_of_a_reward_function_are_listed_with_their_measure(
+    stack: Endpoints,
+    page: Page,
+    solved_at: float | None,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = f"listed-by-{'reward' if solved_at is None else 'accuracy'}"
+    config = reward_function_config(tmp_path, name, solved_at)
+    driver = Driver(stack, config, create_with_reward_function)
+    groups = []
+    for group in driver.groups(1, "evaluation"):
+        spread = with_rewards(group, SPREAD)
+        responses = [replace(each, correct=each.reward >= 1) for each in spread.responses]
+        groups.append(replace(spread, responses=responses))
+    driver.client.post_groups(1, "evaluation", encode_groups(groups))
+    visit(page, stack, f"/runs?search={name}")
+    expect(page.locator("tbody tr .spark")).to_have_text(re.compile(f"^{re.escape(shown)}"))
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_texts_of_a_run_are_not_cut(
+    stack: Endpoints, play: ImprovingRun, page: Page, width: int
+) -> None:
+    """A row of the evaluation sets is one line, and a caption ends within the screen."""
+    page.set_viewport_size({"width": width, "height": 900})
+    visit(page, stack, "/runs/dashboard")
+    scores = page.get_by_role("region", name="Evaluation sets")
+    row = scores.locator("tbody tr").bounding_box()
+    caption = scores.locator("caption span").bounding_box()
+    assert row is not None
+    assert caption is not None
+    assert row["height"] < 50
+    assert caption["x"] + caption["width"] <= width
+    visit(page, stack, "/compare?runs=dashboard&by=seconds")
+    chart = page.locator("figure", has=page.get_by_role("slider", name="Held-out evaluation"))
+    names = chart.locator(".axis-title")
+    expect(names).to_have_text(["accuracy", "seconds of the trainer"])
+    plot = chart.locator(".plot > svg").bounding_box()
+    name = names.last.bounding_box()
+    ticks = chart.locator(".axes text:not(.axis-title)").last.bounding_box()
+    assert plot is not None
+    assert name is not None
+    assert ticks is not None
+    assert plot["x"] <= name["x"]
+    assert name["x"] + name["width"] <= plot["x"] + plot["width"]
+    assert ticks["y"] + ticks["height"] <= name["y"] + 2
 
 
 def test_variants_that_the_seeds_tell_apart_have_places_of_their_own(

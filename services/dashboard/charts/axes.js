@@ -10,7 +10,8 @@ const FONT = 11;
 
 /** @param {import("./layout.js").Layout} layout @param {import("./chart.js").Options} options */
 export function drawAxes(layout, options) {
-  const { left, right, lanesBottom, yTicks, yLabel, toY } = layout;
+  const { left, right, lanesBottom, nameBelow, yTicks, yLabel, toY } = layout;
+  const name = nameBelow ? { x: right, y: lanesBottom + 34 } : { x: left - 8, y: lanesBottom + 18 };
   const xTicks = ticks(...layout.xDomain, Math.max(2, (right - left) / 80), { integers: true });
   return s(
     "g",
@@ -24,7 +25,7 @@ export function drawAxes(layout, options) {
       ];
     }),
     xTicks.map((value) => xTick(layout, value)),
-    s("text", { class: "axis-title", x: left - 8, y: lanesBottom + 18, "text-anchor": "end" }, options.x),
+    s("text", { class: "axis-title", ...name, "text-anchor": "end" }, options.x),
   );
 }
 

@@ -5,6 +5,8 @@ import { extent, linear, padded, ticks, tickStep } from "../scales.js";
 
 /** Width of a character of a label, in pixels. */
 export const CHARACTER = 6.3;
+/** Most characters of the x axis' name beside its ticks; a longer one has a row of its own below. */
+const NAME_BESIDE_TICKS = 9;
 /** Height of a lane below the plot, in pixels. */
 export const LANE = 18;
 
@@ -12,6 +14,7 @@ export const LANE = 18;
  * @typedef {object} Layout all lengths in pixels
  * @property {number} width
  * @property {number} height
+ * @property {boolean} nameBelow whether the name of the x axis is below its ticks, not beside them
  * @property {number} left edge of the plot; the labels of the y axis are on its left
  * @property {number} right
  * @property {number} top
@@ -42,7 +45,8 @@ export function layoutOf(data, options, width) {
   const yTicks = ticks(...yDomain, tickCount, { integers: options.integers });
   const yLabel = options.axisFormat ?? format.axis(tickStep(...yDomain, tickCount, options.integers));
   const lanes = data.lanes ?? [];
-  const labels = [options.x, ...yTicks.map(yLabel), ...lanes.map((lane) => lane.name)];
+  const nameBelow = options.x.length > NAME_BESIDE_TICKS;
+  const labels = [nameBelow ? "" : options.x, ...yTicks.map(yLabel), ...lanes.map((lane) => lane.name)];
   const left = Math.min(width / 3, Math.max(...labels.map((label) => label.length * CHARACTER)) + 10);
   const right = width - 10;
   const top = 22;
@@ -50,7 +54,8 @@ export function layoutOf(data, options, width) {
   const lanesBottom = bottom + (lanes.length ? lanes.length * LANE + 8 : 0);
   return {
     width,
-    height: lanesBottom + 24,
+    height: lanesBottom + (nameBelow ? 40 : 24),
+    nameBelow,
     left,
     right,
     top,

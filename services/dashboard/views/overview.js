@@ -326,7 +326,8 @@ function scoreTable(sets) {
       {
         title: "Bins",
         hint: "Prompts with 0, 1, … n correct responses",
-        cell: (set) => set.evaluations.at(-1).bins.map(format.count).join(" · "),
+        cell: (set) =>
+          h("span", { class: "nowrap" }, set.evaluations.at(-1).bins.map(format.count).join(" · ")),
       },
     ],
   });

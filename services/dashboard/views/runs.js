@@ -116,7 +116,11 @@ export function showRuns(root, signal, query) {
         { title: "Status", cell: ({ run }) => statusPill(run.status) },
         { title: "Algorithm", cell: ({ run }) => run.config.algorithm ?? format.NONE },
         { title: "Progress", cell: ({ run }) => progress(run) },
-        { title: "Held-out accuracy", cell: accuracy },
+        {
+          title: "Held-out",
+          hint: "Accuracy, or the reward of a reward function without task.solved_at",
+          cell: heldOut,
+        },
         { title: "Seed", number: true, cell: ({ run }) => format.count(run.config.seed) },
         {
           title: "Created",
@@ -132,16 +136,18 @@ export function showRuns(root, signal, query) {
     });
   }
 
-  function accuracy({ run, evaluations }) {
+  function heldOut({ run, evaluations }) {
     if (evaluations.length === 0) return h("span", { class: "muted" }, "no evaluation yet");
-    const values = evaluations.map((evaluation) => evaluation.mean_accuracy);
+    const measure = measureOf(run);
+    const values = evaluations.map((evaluation) => evaluation[`mean_${measure}`]);
     return h(
       "span",
       { class: "spark" },
       h("b", {}, format.score(values.at(-1))),
+      h("span", { class: "muted" }, measure),
       sparkline(
         values,
-        `Held-out accuracy of ${run.name}: ${format.score(values[0])} to ${format.score(values.at(-1))}`,
+        `Held-out ${measure} of ${run.name}: ${format.score(values[0])} to ${format.score(values.at(-1))}`,
       ),
     );
   }
@@ -168,3 +174,6 @@ export function showRuns(root, signal, query) {
       selected.length < 2 ? "Select runs to compare" : `Compare ${selected.length} runs`;
   }
 }
+
+/** What evaluations of a run are compared by, as the configuration's `task.measure` says. */
+const measureOf = ({ config: { task } }) => (task?.reward && task.solved_at === null ? "reward" : "accuracy");

@@ -153,6 +153,23 @@ def create_with_reward_function(client: BufferClient, config: RunConfig) -> None
     client.create_run(prepare_run(config, TINY_MODEL, DataSources(), client, show=lambda _: None))
 
 
+def reward_function_config(
+    directory: Path, name: str, solved_at: float | None = None, **sections: Any
+) -> RunConfig:
+    """Writes a reward function and its data to the working directory; returns a configuration."""
+    (directory / "rewards.py").write_text("def score(completions, **columns): ...")
+    rows = [json.dumps({"prompt": f"{number}+1="}) for number in range(12)]
+    (directory / "train.jsonl").write_text("\n".join(rows[:8]))
+    (directory / "test.jsonl").write_text("\n".join(rows[8:]))
+    task = {
+        "reward": "rewards.py:score",
+        "solved_at": solved_at,
+        "train_path": "train.jsonl",
+        "test_path": "test.jsonl",
+    }
+    return pin_reward(small_config(name, task=task, **sections))
+
+
 @pytest.mark.parametrize("solved_at", [None, 1.0])
 def test_the_best_checkpoints_of_a_reward_function_are_those_with_the_highest_rewards(
     stack: Endpoints,
@@ -162,23 +179,15 @@ def test_the_best_checkpoints_of_a_reward_function_are_those_with_the_highest_re
 ) -> None:
     """With a threshold, responses are correct or wrong, and the accuracy decides."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text("def score(completions, **columns): ...")
-    rows = [json.dumps({"prompt": f"{number}+1="}) for number in range(12)]
-    (tmp_path / "train.jsonl").write_text("\n".join(rows[:8]))
-    (tmp_path / "test.jsonl").write_text("\n".join(rows[8:]))
     name = "best-reward" if solved_at is None else "best-accuracy"
-    config = small_config(
+    config = reward_function_config(
+        tmp_path,
         name,
-        task={
-            "reward": "rewards.py:score",
-            "solved_at": solved_at,
-            "train_path": "train.jsonl",
-            "test_path": "test.jsonl",
-        },
+        solved_at,
         evaluation={"every": 2},
         checkpoint={"every": 2, "keep": 1, "keep_best": 1},
     )
-    driver = Driver(stack, pin_reward(config), create_with_reward_function)
+    driver = Driver(stack, config, create_with_reward_function)
     # Version v holds the weights after v - 1 steps.
     evaluations = {2: (True, 1.0), 4: (False, 2.0)}
     for step in range(1, 6):
