@@ -145,7 +145,8 @@ class RunDisplay:
         self._failures_noted = True
         self._console.print(
             f"note: the reward function failed on {share:.1%} of the responses of step "
-            f"{step.step}, which count as wrong; collector.log among the run's logs says why"
+            f"{step.step}, which count as wrong; collector.log among the run's logs says why",
+            soft_wrap=True,
         )
 
     def _note_empty_batch(self, step: StepView) -> None:
@@ -155,10 +156,12 @@ class RunDisplay:
             return
         reason = explain_equal_rewards([step])
         if not step.trained:
-            self._console.print(f"note: step {step.step} trained nothing: {reason}")
+            self._console.print(f"note: step {step.step} trained nothing: {reason}", soft_wrap=True)
         elif not step.mixed and OVERLONG not in step.reward_parts:
             # As with fresh.filter=none, under which a batch is never empty.
-            self._console.print(f"note: no group of step {step.step} had a signal: {reason}")
+            self._console.print(
+                f"note: no group of step {step.step} had a signal: {reason}", soft_wrap=True
+            )
 
     def _note_difficulty(self, step: StepView) -> None:
         """Says once, before some responses were correct and others were not, why it is so."""
@@ -166,7 +169,7 @@ class RunDisplay:
             return
         reason = explain_difficulty([step], self._solved_at)
         if reason:
-            self._console.print(f"note: step {step.step}: {reason}")
+            self._console.print(f"note: step {step.step}: {reason}", soft_wrap=True)
         self._difficulty_known = bool(reason) or any(step.bins[1:-1])
 
     def _note_cut_off(self, step: StepView) -> None:
@@ -177,7 +180,8 @@ class RunDisplay:
         self._cut_off_noted = True
         self._console.print(
             f"note: {share:.0%} of the responses of step {step.step} were cut off at "
-            "rollout.max_response_tokens, and rarely hold an answer; raise the limit"
+            "rollout.max_response_tokens, and rarely hold an answer; raise the limit",
+            soft_wrap=True,
         )
 
     def _update_replicas(self, replicas: list[ReplicaView]) -> None:

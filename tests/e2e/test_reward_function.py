@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def test_a_response_has_the_reward_of_the_function_and_a_resumed_run_its_stored_
     process.communicate(timeout=TIMEOUT_S)
     changed = source.replace("return [-len", "return [-2 * len")
     (bapo.directory / "rewards.py").write_text(changed)
-    printed = bapo.run("spelling", "--resume")
+    longer = replace(bapo, configure=lambda *of: configuration(*of) | {"steps": 100})
+    printed = longer.run("spelling", "--resume")
+    # Warnings are about the configuration that the run has, and not about the file's.
+    assert "note: optimizer.warmup_steps is 10 and steps is 2: no step has" in printed
     kept, now = digest_of_text(source), digest_of_text(changed)
     assert kept in printed
     assert now in printed

@@ -103,8 +103,8 @@ def run(
     console = plain_console()
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
-    for warning in loaded.warnings():
-        console.print(f"note: {warning}", soft_wrap=True)
+    if not resume:
+        _print_warnings(console, loaded)
     loaded = _pin(loaded, resume=resume)
     imported = start_detached(_import_tokenizers)
     with (
@@ -120,6 +120,7 @@ def run(
             _note_kept_values(console, config, loaded, stored)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
+            _print_warnings(console, loaded)
             model = ensure_model(loaded, home, open_store=open_local_object_store)
             local_run = LocalRun(loaded, endpoints, home, REPORTS / loaded.name, console)
         else:
@@ -127,6 +128,11 @@ def run(
         resume_command = _resume_command(config.file, local_run.config.name)
         history = _train(local_run, model, lock if resume else None, resume_command)
         _print_results(console, local_run, history)
+
+
+def _print_warnings(console: Console, config: RunConfig) -> None:
+    for warning in config.warnings():
+        console.print(f"note: {warning}", soft_wrap=True)
 
 
 def _train(run: LocalRun, model: Path, lock: RunLock | None, resume_command: str) -> RunHistory:
@@ -267,7 +273,8 @@ def _note_kept_values(
         more = f" and {len(different) - 5} more" if len(different) > 5 else ""
         console.print(
             f"note: --resume keeps the configuration of the run, which has "
-            f"{', '.join(different[:5])}{more}; of a file, only trainer.* takes effect"
+            f"{', '.join(different[:5])}{more}; of a file, only trainer.* takes effect",
+            soft_wrap=True,
         )
 
 
@@ -309,5 +316,6 @@ def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -
         f"\n{scores}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard"
+        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard",
+        soft_wrap=True,
     )
