@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class LocalBackend:
     def create(self, job: TrainingJob) -> bool:
         directory = self._directory / job.name
         new = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
-        (new / MANIFEST).write_text(json.dumps(build_pytorchjob(job), indent=2))
+        write_private(new / MANIFEST, json.dumps(build_pytorchjob(job), indent=2))
         _write_state(new, JobState("waiting"))
         try:
             new.rename(directory)
@@ -85,10 +85,12 @@ class LocalBackend:
                 state = _read_state(directory)  # it may have finished since the first read
                 if not state.finished:
                     state = JobState("failed", f"its operator was killed; see {directory}")
-            labels = json.loads((directory / MANIFEST).read_text())["metadata"]["labels"]
+            spec_hash = _read_label(directory, SPEC_HASH_LABEL)
         except FileNotFoundError:
             return None
-        return replace(state, spec_hash=labels[SPEC_HASH_LABEL])
+        except _Unreadable as error:
+            return JobState("failed", str(error))
+        return replace(state, spec_hash=spec_hash)
 
     def delete(self, name: str, workflow: str | None = None) -> None:  # noqa: ARG002
         directory = self._directory / name
@@ -99,8 +101,9 @@ class LocalBackend:
     def jobs(self) -> dict[str, str]:
         runs = {}
         for manifest in self._directory.glob(f"[!.]*/{MANIFEST}"):
-            labels = json.loads(manifest.read_text())["metadata"]["labels"]
-            runs[manifest.parent.name] = labels[RUN_LABEL]
+            # Nobody knows the run of a job that cannot be read.
+            with suppress(_Unreadable):
+                runs[manifest.parent.name] = _read_label(manifest.parent, RUN_LABEL)
         return runs
 
     def is_queued(self, name: str) -> bool:  # noqa: ARG002
@@ -139,8 +142,32 @@ def _stop_operator(directory: Path) -> None:
             time.sleep(POLL_INTERVAL_S)
 
 
+class _Unreadable(BapoError):
+    """A file of a job is damaged, as after a power loss, or lacks what this version needs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is damaged or of another version; start the pipeline again")
+
+
 def _read_state(directory: Path) -> JobState:
-    return JobState(**json.loads((directory / STATE).read_text()))
+    """Returns the recorded state. Raises `_Unreadable`, and `FileNotFoundError` without a job."""
+    path = directory / STATE
+    try:
+        recorded = json.loads(path.read_text())
+        # A newer version may have recorded more.
+        known = {field.name for field in fields(JobState)} & recorded.keys()
+        return JobState(**{name: recorded[name] for name in known})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _Unreadable(path) from error
+
+
+def _read_label(directory: Path, label: str) -> str:
+    """Returns a label of the manifest. Raises as `_read_state` does."""
+    path = directory / MANIFEST
+    try:
+        return str(json.loads(path.read_text())["metadata"]["labels"][label])
+    except (ValueError, TypeError, KeyError) as error:
+        raise _Unreadable(path) from error
 
 
 def _write_state(directory: Path, state: JobState) -> None:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from services.common import layout
+from services.common.errors import ServiceError
 from services.common.objectstore import PROBES, ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
 from services.stack.stack import Endpoints
@@ -134,3 +135,28 @@ def test_a_run_goes_on_where_nothing_can_be_deleted(stack: Endpoints, tmp_path: 
         )
         left = [key for key in driver.client.collect_garbage().orphans if kept[0] in key]
         assert left
+
+
+def test_a_deletion_that_was_refused_is_completed_once_the_keys_may_delete(
+    stack: Endpoints, tmp_path: Path
+) -> None:
+    refused = dict(DENIED)
+    with (
+        limited(stack.object_store, refused) as settings,
+        buffer_service(stack, tmp_path, object_store=settings) as service,
+    ):
+        driver = Driver(service.endpoints, small_config("refused"))
+        driver.run_step(1)
+        driver.client.stop()
+        with pytest.raises(
+            ServiceError, match=r"may not delete .* give them s3:DeleteObject; then"
+        ):
+            driver.client.delete_run()
+        assert driver.client.run_state().status == "deleting"
+        store = ObjectStore(stack.object_store)
+        assert store.keys("runs/refused/")
+        refused.clear()
+        driver.client.delete_run()
+        assert store.keys("runs/refused/") == []
+        with pytest.raises(ServiceError, match="there is no run"):
+            driver.client.run_state()

@@ -57,7 +57,7 @@ ERRORS: dict[int | str, dict[str, object]] = {
         413: "The body is too large",
         422: "Invalid request; `detail` names the field",
         429: "Too many failures; see Retry-After",
-        507: "The object store refused to store; `detail` has its reason",
+        507: "The object store refused to store or to delete; `detail` has its reason",
         503: "A dependency does not answer at present; repeat the call",
     }.items()
 }

@@ -25,6 +25,7 @@ from services.buffer.storage.tables import (
     Run,
 )
 from services.common import layout
+from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import Problem, conflict
 
 QUEUE_TIMEOUT = timedelta(minutes=1)
@@ -240,7 +241,8 @@ def end_run(session: Session, name: str, attempt: int, change: wire.RunPatch) ->
 def delete_run(service: Service, name: str) -> None:
     """Deletes a run and its objects; repeating the call completes an interrupted deletion.
 
-    Raises 409 while the run is queued, running or paused.
+    Raises 409 while the run is queued, running or paused, and `ObjectStoreError` if the object
+    store refuses: a run of the same name would find journals among the objects.
     """
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
@@ -252,7 +254,15 @@ def delete_run(service: Service, name: str) -> None:
         run.status = "deleting"
         prefix = layout.run_prefix(run.name)
     # Objects are deleted first: while the row exists, the deletion can be repeated.
-    service.store.delete(service.store.keys(f"{prefix}/"))
+    try:
+        service.store.delete(service.store.keys(f"{prefix}/"))
+    except ObjectStoreUnavailable:
+        raise
+    except ObjectStoreError as error:
+        raise ObjectStoreError(
+            f"run {name!r} stays in status deleting, because its objects cannot be deleted: "
+            f"{error}; then delete the run again"
+        ) from error
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
         for table in (BatchMemberRow, BufferEntry, PromptDifficulty, RolloutGroup):

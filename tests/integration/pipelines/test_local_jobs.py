@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from pipelines.backends import JobState, ensure_job, remove_job
-from pipelines.local_jobs import OPERATOR, LocalBackend
+from pipelines.local_jobs import MANIFEST, OPERATOR, STATE, LocalBackend
 from pipelines.training_job import Resources, TrainingJob, job_name
 from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
@@ -105,6 +106,31 @@ def test_restarts_are_limited(
     backend.create(failing)
     assert "2 restarts did not fix it" in final_state(backend).reason
     assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"
+
+
+@pytest.mark.parametrize("file", [MANIFEST, STATE])
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "{}"])
+def test_a_job_whose_files_a_power_loss_damaged_has_failed_and_is_replaced(
+    backend: LocalBackend, tmp_path: Path, file: str, text: str
+) -> None:
+    backend.create(job("pass"))
+    assert final_state(backend).phase == "succeeded"
+    (tmp_path / NAME / file).write_text(text)
+    state = backend.state(NAME)
+    assert state is not None
+    assert (state.phase, f"{NAME}/{file} is damaged" in state.reason) == ("failed", True)
+    assert backend.jobs() == ({} if file == MANIFEST else {NAME: "local"})
+    ensure_job(backend, job("pass"))
+    assert final_state(backend).phase == "succeeded"
+
+
+def test_the_state_that_a_newer_version_recorded_is_read(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    backend.create(job("pass"))
+    state, path = final_state(backend), tmp_path / NAME / STATE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "of_a_newer_version": True}))
+    assert backend.state(NAME) == state
 
 
 def test_removing_a_job_stops_all_of_its_processes(backend: LocalBackend, tmp_path: Path) -> None:
