@@ -63,6 +63,8 @@ CONNECT_WITHIN_S = 5.0
 ANSWER_WITHIN_S = 60.0
 """Seconds that the server may take to read or to send more bytes. A server that waits for its disk
 reads nothing for many seconds."""
+IDENTITY_RETRIES = 2
+"""Retries of a request for a cloud identity; the request that needs it is repeated as well."""
 REPEATS = 2
 """Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
 BATCH_DELETE_MISSING = ("NotImplemented", "MethodNotAllowed", "InvalidArgument")
@@ -145,12 +147,19 @@ class _CloudIdentity(Provider):
     """
 
     def __init__(self) -> None:
-        client = urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=CONNECT_WITHIN_S, read=CONNECT_WITHIN_S),
-            retries=urllib3.Retry(
-                total=2, backoff_factor=0.2, status_forcelist=[500, 502, 503, 504]
-            ),
-        )
+        address = _identity_address()
+        if address.startswith("https://"):
+            client = _connection_pool(address, IDENTITY_RETRIES)
+        else:
+            # No proxy reaches an address of the node itself.
+            client = urllib3.PoolManager(
+                timeout=urllib3.Timeout(connect=CONNECT_WITHIN_S, read=CONNECT_WITHIN_S),
+                retries=urllib3.Retry(
+                    total=IDENTITY_RETRIES,
+                    backoff_factor=0.2,
+                    status_forcelist=[500, 502, 503, 504],
+                ),
+            )
         self._provider = IamAwsProvider(http_client=client)
 
     def retrieve(self) -> Credentials:

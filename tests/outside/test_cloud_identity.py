@@ -96,3 +96,33 @@ def test_an_address_that_does_not_answer_is_named(
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
     with pytest.raises(ObjectStoreUnavailable, match=f"{url}.*a network policy lets pods reach it"):
         by_identity(stack.object_store).check()
+
+
+def test_the_service_of_tokens_is_reached_through_the_proxy_of_the_environment(
+    stack: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is outside of the cluster, unlike the agent and the metadata of the machine."""
+    asked: list[str] = []
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            asked.append(self.path)
+            self.send_error(403)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Prints nothing."""
+
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/bapo")
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    for name in ("no_proxy", "NO_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(ObjectStoreUnavailable, match=r"https://sts\.eu-west-1\.amazonaws\.com"):
+            by_identity(stack.object_store).check()
+        server.shutdown()
+    assert set(asked) == {"sts.eu-west-1.amazonaws.com:443"}
