@@ -56,6 +56,9 @@ SECTIONS = {
         "audit": Lazy(
             f"{_IN}.audit:audit", "Re-train recorded steps and compare the weights' digests."
         ),
+        "backtest": Lazy(
+            f"{_IN}.backtest:backtest", "Apply other data rules to the groups of recorded runs."
+        ),
         "profile": Lazy(f"{_IN}.profile:profile", "List or export the trainer's traces."),
     },
     "Manage runs": {

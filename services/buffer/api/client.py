@@ -596,6 +596,11 @@ class BufferClient:
         path = f"runs/{self.run}/responses"
         yield from self._get_all(wire.ListedResponse, path, limit=page_size, **filters)
 
+    def groups_arrow(self, first: int, last: int) -> bytes:
+        """Returns summaries of the training groups of these steps as an Arrow IPC stream."""
+        path = f"/v1/runs/{self.run}/groups.arrow"
+        return bytes(self._send("GET", path, params={"first": first, "last": last}).content)
+
     def difficulty_parquet(self) -> bytes:
         """Returns the difficulty table of the run as a Parquet file."""
         return bytes(self._send("GET", f"/v1/runs/{self.run}/difficulty.parquet").content)

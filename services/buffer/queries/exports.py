@@ -12,7 +12,8 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from services.buffer.api.trajectories import SCHEMA, with_all_columns
 from services.buffer.api.wire import ManifestMember
-from services.buffer.storage.tables import PromptDifficulty, PromptRow, Run
+from services.buffer.storage.stored_groups import SUMMARY_COLUMNS
+from services.buffer.storage.tables import PromptDifficulty, PromptRow, RolloutGroup, Run
 from services.common.objectstore import ObjectStore
 
 ROWS_AT_ONCE = 10_000
@@ -30,6 +31,22 @@ DIFFICULTY_SCHEMA = pa.schema(
         ("bin", pa.int32()),
     ]
 )
+
+GROUP_SCHEMA = pa.schema(
+    [
+        ("group_id", pa.int64()),
+        ("prompt_uid", pa.string()),
+        ("step", pa.int32()),
+        ("correct", pa.int32()),
+        ("size", pa.int32()),
+        ("policy_version", pa.int32()),
+        ("lowest_reward", pa.float64()),
+        ("highest_reward", pa.float64()),
+        ("kind", pa.string()),
+        ("tokens", pa.int64()),
+    ]
+)
+"""The fields of a `GroupSummary` in their order, the group's kind, and its response tokens."""
 
 
 class _Sink:
@@ -104,6 +121,37 @@ def _split_by_object(members: Sequence[ManifestMember]) -> Iterator[list[Manifes
         chunk.append(member)
     if chunk:
         yield chunk
+
+
+def groups_arrow(
+    sessions: sessionmaker[Session], run: Run, first: int, last: int
+) -> Iterator[bytes]:
+    """Yields summaries of the training groups of these steps as one Arrow IPC stream.
+
+    They are in the order of their step, their kind, and the drawing of their prompts.
+    """
+    statement = (
+        select(*SUMMARY_COLUMNS, RolloutGroup.kind, RolloutGroup.token_count)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step.between(first, last),
+            RolloutGroup.kind != "evaluation",
+        )
+        .order_by(RolloutGroup.step, RolloutGroup.kind, RolloutGroup.position)
+    )
+    sink = _Sink()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, GROUP_SCHEMA, options=options) as writer, sessions() as session:
+        rows = session.execute(statement.execution_options(yield_per=ROWS_AT_ONCE))
+        for partition in rows.partitions():
+            arrays = [
+                pa.array(values, field.type)
+                for values, field in zip(zip(*partition, strict=True), GROUP_SCHEMA, strict=True)
+            ]
+            writer.write_table(pa.table(arrays, schema=GROUP_SCHEMA))
+            yield sink.take()
+    yield sink.take()
 
 
 def difficulty_parquet(sessions: sessionmaker[Session], run: Run) -> Iterator[bytes]:

@@ -289,6 +289,25 @@ def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
     return manifest
 
 
+@router.get(
+    "/groups.arrow",
+    tags=["groups"],
+    response_class=StreamingResponse,
+    responses={200: {"content": {ARROW: BINARY}}},
+)
+def export_groups(
+    service: ServiceDep,
+    name: RunName,
+    first: Annotated[int, Query(ge=1, le=LARGEST, description="First step")],
+    last: Annotated[int, Query(ge=1, le=LARGEST, description="Last step")],
+) -> StreamingResponse:
+    """Streams summaries of the training groups of some steps as Arrow IPC."""
+    with service.sessions() as session:
+        run = runs.get_run(session, name)
+    chunks = exports.groups_arrow(service.sessions, run, first, last)
+    return StreamingResponse(chunks, media_type=ARROW)
+
+
 @router.get("/responses", tags=["groups"])
 def list_responses(
     service: ServiceDep,

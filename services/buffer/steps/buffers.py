@@ -38,7 +38,8 @@ def buffer_as_of(run: Run, buffer: wire.BufferName, step: int) -> list[GroupSumm
         .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(_in_buffer(run, buffer, step))
-        .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
+        # As they were admitted: of a step, fresh groups precede re-evaluated ones.
+        .order_by(RolloutGroup.step, RolloutGroup.kind, RolloutGroup.position)
     )
     return [GroupSummary(*row) for row in rows]
 

@@ -1,0 +1,206 @@
+"""Back-tests of recorded runs compose what the service composed, and what it would have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from click.testing import CliRunner, Result
+
+from bapo_core.backtest import BackTest
+from bapo_core.config import ConfigError
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.cli.main import bapo
+from services.cli.recorded_groups import OWN_RULES, back_test, recorded_steps
+from services.cli.variants import Variant, read_variants
+from services.stack.stack import Endpoints
+from tests.integration.support.driver import WINDOW, Driver, small_config
+
+STEPS = 8
+SHIPPED = str(Path(__file__).parents[3] / "examples/variants/rules.yaml")
+RULES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "falling window, moving average": {
+        "replay": {"window": {**WINDOW, "direction": "easy_to_hard", "r_tot": "ema"}}
+    },
+    "mixed groups of any age": {"replay": {"select": "mixed", "buffer": {"max_age": None}}},
+    "no filter, any gain": {"fresh": {"filter": "none"}, "reevaluate": {"rule": "any_gain"}},
+    "gaussian filter, groups of one prompt": {
+        "fresh": {"filter": "gaussian"},
+        "batch": {"dedup": "rollout"},
+    },
+    "re-evaluated groups are stored": {"replay": {"window": WINDOW, "store_reevaluated": True}},
+    "small buffers": {"hard_buffer": {"capacity": 3}, "replay": {"buffer": {"capacity": 4}}},
+}
+Member = tuple[str, str, int]
+"""Source, prompt, and step of the rollout."""
+
+
+def recorded_run(stack: Endpoints, name: str, rules: dict[str, Any]) -> Driver:
+    driver = Driver(stack, small_config(name, **rules))
+    for step in range(1, STEPS + 1):
+        driver.run_step(step)
+    return driver
+
+
+def recorded_members(driver: Driver) -> list[list[Member]]:
+    batches = [driver.client.recorded_batch(step).members for step in range(1, STEPS + 1)]
+    return [
+        [(member.source, member.prompt_uid, member.step) for member in members]
+        for members in batches
+    ]
+
+
+def back_tested_members(driver: Driver, test: BackTest) -> list[list[Member]]:
+    """Returns the batches of a back-test of the run that was driven."""
+    batches = [
+        test.add(step).members for step in recorded_steps(driver.client, driver.config, STEPS)
+    ]
+    return [
+        [(member.source.value, member.group.prompt_uid, member.group.step) for member in members]
+        for members in batches
+    ]
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+def test_the_rules_of_a_run_compose_its_recorded_batches(
+    stack: Endpoints, rules: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = f"back-test-own-{list(RULES.values()).index(rules)}"
+    driver = recorded_run(stack, name, rules)
+    assert back_tested_members(driver, BackTest(driver.config)) == recorded_members(driver)
+    found = back_test(driver.client, [], first=1, last=None, where="rules")
+    assert found.first_difference is None
+    result = found.results[OWN_RULES]
+    batches = list(driver.client.batches())
+    for source in ("fresh", "reevaluated", "replayed"):
+        assert getattr(result, source) == sum(batch.counts[source] for batch in batches)
+    assert result.rollouts == sum(step.rollouts for step in driver.client.steps())
+    assert result.missing == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [rules for rules in RULES.values() if "hard_buffer" not in rules],
+    ids=[name for name, rules in RULES.items() if "hard_buffer" not in rules],
+)
+def test_other_rules_compose_the_batches_of_a_run_that_has_them(
+    stack: Endpoints, other: dict[str, Any]
+) -> None:
+    """The groups of both runs are the same, because no rule here asks for other rollouts."""
+    number = list(RULES.values()).index(other)
+    without = {**other, "reevaluate": {"enabled": False}}
+    one = recorded_run(stack, f"back-test-from-{number}", {"reevaluate": {"enabled": False}})
+    two = recorded_run(stack, f"back-test-to-{number}", without)
+    assert back_tested_members(one, BackTest(two.config)) == recorded_members(two)
+
+
+def test_re_evaluations_that_were_not_made_are_missing_and_estimated(stack: Endpoints) -> None:
+    driver = recorded_run(stack, "back-test-missing", {"reevaluate": {"enabled": False}})
+    rule = Variant("re-evaluated", {"reevaluate": {"enabled": True, "c1": 0.25}})
+    found = back_test(driver.client, [rule], first=3, last=6, where="rules")
+    own, other = found.results[OWN_RULES], found.results["re-evaluated"]
+    assert own.steps == other.steps == 4
+    assert (own.missing, own.missing_promoted) == (0, 0.0)
+    assert other.reevaluated == 0
+    assert 0 < other.missing_promoted < other.missing
+    assert other.rollouts == own.rollouts + 4 * other.missing
+
+
+def test_rules_that_need_other_rollouts_are_refused(stack: Endpoints) -> None:
+    driver = recorded_run(stack, "back-test-refused", {})
+
+    def test(values: dict[str, Any]) -> None:
+        back_test(driver.client, [Variant("mine", values)], first=1, last=None, where="rules.yaml")
+
+    with pytest.raises(ConfigError, match=r"rules.yaml: mine: sync.every=1: .* no rollouts"):
+        test({"sync": {"every": 1}})
+    with pytest.raises(ConfigError, match=r"seed=9"):
+        test({"seed": 9})
+    with pytest.raises(ConfigError, match=r"reevaluate.c2"):
+        test({"reevaluate": {"c2": 0.5}})
+    with pytest.raises(BapoError, match=r"steps 1:9 .* not all committed; it has committed 8"):
+        back_test(driver.client, [], first=1, last=9, where="rules")
+
+
+def invoke(stack: Endpoints, *arguments: str) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BAPO_BUFFER_URL", stack.buffer_url)
+        patch.setenv("BAPO_TOKEN", stack.token)
+        return CliRunner().invoke(bapo, ["backtest", *arguments])
+
+
+def test_the_command_prints_every_rule_of_the_shipped_file(stack: Endpoints) -> None:
+    driver = recorded_run(stack, "back-test-command", {})
+    labels = [OWN_RULES, *(variant.label for variant in read_variants(SHIPPED))]
+    result = invoke(stack, driver.config.name, "--rules", SHIPPED)
+    assert result.exit_code == 0, result.output
+    caveat, heading, *rows = result.output.splitlines()
+    assert "what a rule would have trained on" in caveat
+    assert heading.split()[:2] == ["rules", "fresh"]
+    assert len(rows) == len(labels) > 15
+    for row, label in zip(rows, labels, strict=True):
+        assert row.startswith(f"{label} ")
+    result = invoke(stack, driver.config.name, "--rules", SHIPPED, "--json", "--steps", "3:5")
+    (values,) = json.loads(result.stdout)
+    assert list(values["rules"]) == labels
+    assert values["reproduces_recorded_batches"] is True
+    assert {rule["steps"] for rule in values["rules"].values()} == {3}
+
+
+def test_several_runs_are_averaged(stack: Endpoints) -> None:
+    names = [f"back-test-seed-{seed}" for seed in (1, 2)]
+    for seed, name in enumerate(names):
+        recorded_run(stack, name, {"seed": seed})
+    rule = ("--rule", "none: replay.select=off")
+    rows = [
+        invoke(stack, *runs, *rule).output.splitlines()[2].split()
+        for runs in ([names[0]], [names[1]], names)
+    ]
+    fresh = [float(row[2]) for row in rows]
+    assert fresh[0] != fresh[1]
+    assert fresh[2] == pytest.approx((fresh[0] + fresh[1]) / 2, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --rules FILE"),
+        (("--rule", "a: replay.select=off", "--steps", "5"), "write FIRST:LAST"),
+        (("--rule", "a: replay.select=off", "--rule", "a: fresh.filter=none"), "given twice"),
+        (("--rule", "a: optimizer.learning_rate=1"), "optimizer.learning_rate=1.0"),
+    ],
+)
+def test_wrong_arguments_are_explained(
+    stack: Endpoints, arguments: tuple[str, ...], message: str
+) -> None:
+    name = "back-test-arguments"
+    if name not in {run.name for run in BufferClient(stack.buffer_url, stack.token).runs()}:
+        recorded_run(stack, name, {})
+    result = invoke(stack, name, *arguments)
+    assert result.exit_code != 0
+    assert message in f"{result.output}{result.exception}"
+
+
+def test_a_batch_that_other_rules_composed_is_found(stack: Endpoints) -> None:
+    """As after an upgrade that changed a rule: the recorded batch is not what the rules compose."""
+    driver = recorded_run(stack, "back-test-other-version", {})
+    url = stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "update step_record set c2 = c2 + 0.01 where step = 4 and run_id = "
+            "(select id from run where name = 'back-test-other-version')"
+        )
+    result = invoke(stack, driver.config.name, "--rule", "none: replay.select=off")
+    assert result.exit_code == 0
+    assert "the batch of step 4 by the run's own rules is not the recorded one" in result.stderr
+
+
+def test_runs_whose_batches_have_single_responses_are_refused(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("back-test-responses", algorithm="repo"))
+    with pytest.raises(ConfigError, match=r"response_replay.groups is all: .* whole groups alone"):
+        BackTest(driver.config)
