@@ -117,7 +117,9 @@ def nginx(service: BufferService, location: str, directory: Path) -> Iterator[Pr
             "proxy_set_header Host $http_host; proxy_set_header X-Forwarded-Proto $scheme;\n"
             f"{location.replace('{upstream}', service.url)} }} }}\n"
         )
-        process = ChildProcess([program, "-c", str(config)], log=directory / "log")
+        # Its compiled-in log is open to root alone.
+        command = [program, "-e", "stderr", "-c", str(config)]
+        process = ChildProcess(command, log=directory / "log")
         proxy = Proxy(f"https://127.0.0.1:{port}{PREFIX}", certificate, service)
 
         def answers() -> bool:
