@@ -33,7 +33,9 @@ SMALL = {
 def test_a_cpu_pads_sequences_and_keeps_activations() -> None:
     report = report_trainer(config_from(SMALL), TINY_MODEL)
     assert report.device == "CPU"
-    assert report.attention == ["padded for heads of 32 in float32 (varlen needs a GPU)"]
+    assert report.attention == [
+        "padded for heads of 32 in float32 (flash4 needs a GPU; varlen needs a GPU)"
+    ]
     assert not report.compiled
     assert report.plan == "gradient_checkpointing none, micro-batches of at most 2,048 tokens"
     assert 0 < report.predicted_gib["full"] < report.predicted_gib["none"] < 1
