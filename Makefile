@@ -26,7 +26,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods bench docs tiny-models clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods bench docs tiny-models pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -238,6 +238,9 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 
 tiny-models: $(STAMP) ## train the three tiny models again, into models/ (20 minutes)
 	$(BIN)/python -m tools.tiny_models models
+
+pictures: $(STAMP) ## take the pictures of the dashboard in docs/images (needs Chromium, a stack and two runs)
+	$(BIN)/python -m tools.pictures
 
 clean: ## remove the environments, the local stack's data and the runs
 	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(LOCK) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-sorting models/tiny-vision .gpu-bundle .bapo runs dist
