@@ -227,6 +227,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.verifier
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.sampler
+	$(BIN)/python -m benchmarks.backtest
 	$(BIN)/python -m benchmarks.buffer_load
 	$(BIN)/python -m benchmarks.fleet
 	$(BIN)/python -m benchmarks.crash_cost
