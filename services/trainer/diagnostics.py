@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,15 @@ from services.trainer.targets import Targets, TokenResults
 MAX_SEQUENCE_RATIO = 10.0
 """Cap of theta(y) / behaviour(y) of a response in the bound's surrogate, which without it is
 whatever the least likely response makes of it."""
+AGES = (
+    ("0", 0, 0),
+    ("1", 1, 1),
+    ("2", 2, 2),
+    ("3_4", 3, 4),
+    ("5_9", 5, 9),
+    ("10_up", 10, 1 << 62),
+)
+"""Names of the ages by which divergence is reported, with the first and the last age of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +65,23 @@ class StepResults:
     """(N,) source of each response."""
     positions: Tensor
     """(N,) position of each response's group among those of the manifest."""
+    ages: Tensor
+    """(N,) steps between the policy that sampled the response and the step."""
     scored: Tensor
     """(N,) whether theta_t has scored the response: all of them, or under `correction: behavior`
     those of the step's first update, a random sample of the groups."""
 
     @classmethod
     def of_batch(
-        cls, batch: Batch, positions: Sequence[int], targets: Targets, results: TokenResults
+        cls,
+        step: int,
+        batch: Batch,
+        positions: Sequence[int],
+        targets: Targets,
+        results: TokenResults,
     ) -> StepResults:
         """positions: places of the batch's groups among those of the manifest."""
+        versions = torch.tensor([member.policy_version for member in batch.members])
         return cls(
             behavior_logprobs=batch.behavior_logprobs,
             current_logprobs=targets.current_logprobs,
@@ -76,6 +94,7 @@ class StepResults:
             variances=group_variance(batch.rewards, batch.sizes)[batch.group],
             sources=batch.sources,
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
+            ages=step - versions[batch.member],
             scored=targets.scored[:, 0],
         )
 
@@ -111,6 +130,33 @@ class StepResults:
             fraction = clip_fraction(self.clipped[rows], self.trained[rows])
             fractions[f"clip_fraction/{source}"] = fraction
         return fractions
+
+    def divergences(self) -> dict[str, float]:
+        """Returns how far theta_t is from the policies that sampled, by source and by age.
+
+        kl: KL(behaviour || theta_t) in nats a token (k3). ess_fraction: effective share of the
+        tokens under their ratios theta_t / behaviour, (sum w)^2 / (n sum w^2). By age, also the
+        share of tokens that the objective clipped. Demonstrations, which no policy sampled, and
+        responses that theta_t has not scored are left out.
+        """
+        sampled = self.mask & self.scored[:, None] & ~self.rows_from(DEMONSTRATED)[:, None]
+        parts = {source: self.rows_from(source) for source in sorted(set(self.sources))}
+        parts |= {
+            f"age_{name}": (self.ages >= first) & (self.ages <= last) for name, first, last in AGES
+        }
+        metrics = {}
+        for name, rows in parts.items():
+            mask = sampled & rows[:, None]
+            if not mask.any():
+                continue
+            logprobs = self.current_logprobs, self.behavior_logprobs, mask
+            metrics[f"divergence/{name}/kl"] = mismatch_metrics(*logprobs)["mismatch_kl"]
+            ess = weight_metrics(*logprobs, cap=math.inf)["ess_fraction"]
+            metrics[f"divergence/{name}/ess_fraction"] = ess
+            if name.startswith("age_"):
+                clipped = clip_fraction(self.clipped[rows], self.trained[rows])
+                metrics[f"divergence/{name}/clip_fraction"] = clipped
+        return metrics
 
     def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
         """Returns log theta(y) - log behaviour(y) of responses, (N,), before and after training."""
@@ -153,6 +199,7 @@ def diagnose(
         "response_length": float(results.mask.sum(dim=1).float().mean()),
         **{f"mismatch/{name}": value for name, value in mismatch.items()},
         **results.clip_fractions(),
+        **results.divergences(),
         **bound,
     }
 

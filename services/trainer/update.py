@@ -199,7 +199,7 @@ class Updater:
                 for name, value in totals.items():
                     metrics[name] = metrics.get(name, 0.0) + value / len(plan.updates)
         metrics["updates"] = float(len(plan.updates))
-        of_rank = StepResults.of_batch(batch, positions, targets, results)
+        of_rank = StepResults.of_batch(step, batch, positions, targets, results)
         by_rank = self.ranks.gather_to_main(of_rank.as_dict())
         if by_rank:
             of_ranks = StepResults.concatenate([StepResults(**values) for values in by_rank])

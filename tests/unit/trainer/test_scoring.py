@@ -19,6 +19,9 @@ from tests.unit.trainer.test_methods import preset, updater_of
 
 STEPS = 2
 
+SAMPLED = ("mismatch/", "theory/", "divergence/")
+"""Metrics that are of the groups of the first update under `correction: behavior`."""
+
 
 def scored_rows(updater: Updater) -> list[int]:
     """Lets the updater note how many rows each of its scoring passes has; returns the list."""
@@ -66,7 +69,7 @@ def test_weights_are_those_of_an_updater_that_scores_the_whole_batch_first(
     for metrics, expected in zip(lean[1], full[1], strict=True):
         if settings.loss.correction.kind == "behavior":
             # They are of the first update's groups, a sample, or of the whole batch.
-            sampled = {name for name in metrics if name.startswith(("mismatch/", "theory/"))}
+            sampled = {name for name in metrics if name.startswith(SAMPLED)}
             assert metrics.keys() - sampled == expected.keys() - sampled
             metrics, expected = (
                 {name: values[name] for name in metrics.keys() - sampled}

@@ -642,6 +642,7 @@ def test_clip_fractions_are_reported_by_source() -> None:
         variances=torch.zeros(2),
         sources=["fresh", "replayed"],
         positions=torch.tensor([0, 1]),
+        ages=torch.tensor([0, 3]),
         scored=torch.ones(2, dtype=torch.bool),
     )
     assert results.clip_fractions() == {
@@ -678,6 +679,67 @@ def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None
     assert unweighted["mismatch/mismatch_kl"] == weighted["mismatch/mismatch_kl"] > 0.0
 
 
+def test_divergence_is_measured_by_source_and_by_age() -> None:
+    """Of two fresh responses, a replayed one, one that is not scored, and a demonstration."""
+    current = torch.tensor(
+        [[0.0, 0.0], [math.log(2), 0.0], [math.log(3), 0.0], [9.0, 9.0], [9.0, 9.0]]
+    )
+    mask = torch.ones(5, 2, dtype=torch.bool)
+    mask[1, 1] = False
+    clipped = torch.zeros(5, 2, dtype=torch.bool)
+    clipped[2, 0] = True
+    results = StepResults(
+        behavior_logprobs=torch.zeros(5, 2),
+        current_logprobs=current,
+        proximal_logprobs=torch.zeros(5, 2),
+        new_logprobs=torch.zeros(5, 2),
+        clipped=clipped,
+        mask=mask,
+        trained=mask,
+        advantages=torch.zeros(5),
+        variances=torch.zeros(5),
+        sources=["fresh", "fresh", "replayed", "fresh", "demonstrated"],
+        positions=torch.arange(5),
+        ages=torch.tensor([0, 2, 7, 0, 0]),
+        scored=torch.tensor([True, True, True, False, True]),
+    )
+
+    def kl(*ratios: float) -> Any:
+        return pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / len(ratios))
+
+    def ess(*ratios: float) -> Any:
+        squares = sum(ratio**2 for ratio in ratios)
+        return pytest.approx(sum(ratios) ** 2 / (len(ratios) * squares))
+
+    assert results.divergences() == {
+        "divergence/fresh/kl": kl(1, 1, 2),
+        "divergence/fresh/ess_fraction": ess(1, 1, 2),
+        "divergence/replayed/kl": kl(3, 1),
+        "divergence/replayed/ess_fraction": ess(3, 1),
+        "divergence/age_0/kl": kl(1, 1),
+        "divergence/age_0/ess_fraction": ess(1, 1),
+        "divergence/age_0/clip_fraction": 0.0,
+        "divergence/age_2/kl": kl(2),
+        "divergence/age_2/ess_fraction": ess(2),
+        "divergence/age_2/clip_fraction": 0.0,
+        "divergence/age_5_9/kl": kl(3, 1),
+        "divergence/age_5_9/ess_fraction": ess(3, 1),
+        "divergence/age_5_9/clip_fraction": 0.5,
+    }
+
+
+def test_the_age_of_a_response_is_that_of_its_policy() -> None:
+    data = batch("replayed")
+    for index, member in enumerate(data.members):
+        member.policy_version = 1 + index % 2
+    metrics = step(updater_of(config()), 5, data)
+    ages = {name.split("/")[1] for name in metrics if name.startswith("divergence/age_")}
+    assert ages == {"age_3_4"}
+    metrics = step(updater_of(config()), 2, data)
+    ages = {name.split("/")[1] for name in metrics if name.startswith("divergence/age_")}
+    assert ages == {"age_0", "age_1"}
+
+
 def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance() -> None:
     """Two fresh groups, one of which is all correct, and a replayed one."""
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 1.0, -1.0])
@@ -694,6 +756,7 @@ def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance
         variances=torch.tensor([0.25, 0.25, 0.0, 0.0, 0.16, 0.16]),
         sources=["fresh"] * 4 + ["replayed"] * 2,
         positions=torch.tensor([0, 0, 1, 1, 2, 2]),
+        ages=torch.zeros(6, dtype=torch.long),
         scored=torch.ones(6, dtype=torch.bool),
     )
     metrics = diagnose(config("advantage.eps=1e-12"), results, (0.125, 0.25))
