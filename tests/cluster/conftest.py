@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import re
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,6 +19,7 @@ from services.cli.main import main
 from services.stack.stack import Endpoints
 from tests.cluster.argo import SERVICE_ACCOUNT
 from tests.cluster.kubectl import Namespace, helm, kubectl, wait_until
+from tests.forwarder import Forwarder
 from tests.integration.support.driver import stop_open_runs
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +29,6 @@ HOST = os.environ.get("BAPO_TEST_HOST", "")
 """Address at which pods reach this machine, whose Postgres and S3 the release uses then. If empty,
 it uses the chart's own, whose images come from Docker Hub."""
 INSTALL_TIMEOUT = "5m"
-BUFFER_BYTES = 1 << 20
 
 
 @dataclass
@@ -162,58 +159,6 @@ def release(
     installed.connect()
     yield installed
     installed.disconnect()
-
-
-class Forwarder:
-    """Forwards connections on a port of every interface to a port or a Unix socket of this machine.
-
-    The tests' Postgres has no port, and their S3 server listens on loopback.
-    """
-
-    def __init__(self, target: int | str) -> None:
-        self._target = target
-        self._loop = asyncio.new_event_loop()
-        self.port = 0
-
-    def __enter__(self) -> Forwarder:
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        server = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._serve, "0.0.0.0", 0), self._loop
-        ).result()
-        self.port = server.sockets[0].getsockname()[1]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    async def _cancel(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if isinstance(self._target, str):
-            upstream, downstream = await asyncio.open_unix_connection(self._target)
-        else:
-            upstream, downstream = await asyncio.open_connection(
-                "127.0.0.1", self._target, limit=BUFFER_BYTES
-            )
-        # Python 3.11 logs a traceback for each connection whose task ends as cancelled.
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(BUFFER_BYTES):
-            writer.write(data)
-            await writer.drain()
-    except ConnectionError:
-        pass  # the other end is gone
-    finally:
-        writer.close()
 
 
 @pytest.fixture

@@ -33,8 +33,6 @@ class Node:
     directory: Path
     names: list[str]
     """Host names of services and pods."""
-    shared: list[Path]
-    """Directories of this machine that are mounted into every pod at the same path."""
     _pods: list[str] = field(default_factory=list)
 
     def start(self, name: str, pod: Object, injected: Mapping[str, str] | None = None) -> str:
@@ -101,7 +99,6 @@ class Node:
         volumes = {host["name"]: host for host in pod.get("volumes", [])}
         for mount in container.get("volumeMounts", []):
             yield self._mount(name, mount, volumes[mount["name"]], pod["securityContext"])
-        yield from (f"--volume={path}:{path}:ro" for path in self.shared)
         command = [*container.get("command", []), *container.get("args", [])]
         yield f"--entrypoint={json.dumps(command)}"
         yield container["image"]
@@ -155,10 +152,8 @@ class Node:
 
 
 @contextmanager
-def node(
-    objects: list[Object], directory: Path, names: list[str], shared: list[Path]
-) -> Iterator[Node]:
-    running = Node(objects, directory, names, shared)
+def node(objects: list[Object], directory: Path, names: list[str]) -> Iterator[Node]:
+    running = Node(objects, directory, names)
     try:
         yield running
     finally:

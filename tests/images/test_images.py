@@ -26,6 +26,7 @@ from sqlalchemy.engine import make_url
 from services.buffer.api.client import BufferClient
 from services.stack.stack import Endpoints
 from tests.charts.helm import Case, Object, of_kind, one, pod_of, render
+from tests.forwarder import Forwarder
 from tests.images.node import Node, node, podman
 from tests.images.operator import operator
 from tests.integration.support.fake_kubernetes import fake_kubernetes
@@ -42,16 +43,22 @@ RUN, STEPS = "images", 6
 
 
 @pytest.fixture(scope="session")
-def release(stack: Endpoints) -> list[Object]:
-    """The objects of the chart, with a database and a bucket in the tests' Postgres and S3."""
+def database(stack: Endpoints) -> Iterator[str]:
+    """Creates a database in the tests' Postgres; yields its URL for another user's processes."""
     url = make_url(stack.database_url)
     with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
         connection.execute(text("CREATE DATABASE images"))
-    database_url = url.set(database="images").render_as_string(hide_password=False)
+    with Forwarder(str(Path(str(url.query["host"])) / ".s.PGSQL.5432")) as forwarder:
+        yield f"postgresql+psycopg://postgres:none@127.0.0.1:{forwarder.port}/images"
+
+
+@pytest.fixture(scope="session")
+def release(stack: Endpoints, database: str) -> list[Object]:
+    """The objects of the chart, with a database and a bucket in the tests' Postgres and S3."""
     sets = {
         "image.registry": "localhost",
         "database.bundled.enabled": False,
-        "database.url": database_url,
+        "database.url": database,
         "s3.bundled.enabled": False,
         "s3.endpoint": stack.s3_endpoint,
         "s3.bucket": "images",
@@ -74,16 +81,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def machine(
-    stack: Endpoints, release: list[Object], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Node]:
+def machine(release: list[Object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Runs the release until it is ready."""
-    sockets = Path(str(make_url(stack.database_url).query["host"]))
-    sockets.chmod(0o711)  # the tests' Postgres has no port
     services = [manifest["metadata"]["name"] for manifest in of_kind(release, "Service")]
     names = [f"{name}.{NAMESPACE}.svc" for name in services]
     names += [f"bapo-rollout-0.bapo-rollout.{NAMESPACE}.svc", f"bapo-{RUN}-worker-0"]
-    with node(release, tmp_path_factory.mktemp("node"), names, [sockets]) as running:
+    with node(release, tmp_path_factory.mktemp("node"), names) as running:
         code, log = running.finish(
             "bapo-migrate", pod_of(one(release, "Job", "bapo-migrate"))["spec"]
         )
