@@ -145,7 +145,7 @@ def test_a_deletion_that_was_refused_is_completed_once_the_keys_may_delete(
         limited(stack.object_store, refused) as settings,
         buffer_service(stack, tmp_path, object_store=settings) as service,
     ):
-        driver = Driver(service.endpoints, small_config("refused"))
+        driver = Driver(service.endpoints, small_config("refused-deletion"))
         driver.run_step(1)
         driver.client.stop()
         with pytest.raises(
@@ -154,9 +154,9 @@ def test_a_deletion_that_was_refused_is_completed_once_the_keys_may_delete(
             driver.client.delete_run()
         assert driver.client.run_state().status == "deleting"
         store = ObjectStore(stack.object_store)
-        assert store.keys("runs/refused/")
+        assert store.keys("runs/refused-deletion/")
         refused.clear()
         driver.client.delete_run()
-        assert store.keys("runs/refused/") == []
+        assert store.keys("runs/refused-deletion/") == []
         with pytest.raises(ServiceError, match="there is no run"):
             driver.client.run_state()

@@ -41,7 +41,7 @@ COLUMNS: dict[str, Callable[[BackTestResult], tuple[float, str]]] = {
 
 
 @click.command
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", help="Names of the runs.")
 @click.option(
     "--rules",
     "file",
