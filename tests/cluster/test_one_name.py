@@ -232,7 +232,7 @@ def test_a_second_pipeline_of_the_name_ends_in_every_way_without_touching_the_fi
     first.run_step(terminate)
     thread.join(WAIT_S)
     assert not thread.is_alive()
-    assert "was stopped by workflow" in str(first.error[0])
+    assert "was stopped meanwhile by workflow" in str(first.error[0])
     stopped = first.context.buffer.run_state().stopped
     assert stopped is not None
     assert stopped.reason == "its pipeline was terminated"
@@ -357,9 +357,9 @@ def test_a_run_that_is_stopped_in_any_state_goes_on_three_times(
         if thread is not None:
             thread.join(WAIT_S)
             assert not thread.is_alive(), pipeline.lines
-            assert "was stopped by workflow" in str(pipeline.error[0]) or "is stopped by" in str(
+            assert "was stopped meanwhile by workflow" in str(
                 pipeline.error[0]
-            )
+            ) or "is stopped by" in str(pipeline.error[0])
         pipeline.end()
         other.stop()
 
