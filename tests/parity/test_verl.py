@@ -8,7 +8,6 @@ defaults differ.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ from torch import Tensor
 
 from bapo_core.advantages import gae, whiten
 from bapo_core.config import ConfigError, load_config
-from bapo_core.config.loss import ProxCurrentConfig
+from bapo_core.config.loss import LossConfig, ProxCurrentConfig
 from bapo_core.importance import mismatch_metrics, truncated_weights, weight_metrics
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import AGGREGATIONS, Aggregation, aggregate, scale_count, token_scale
-from services.trainer.update import Updater
+from services.trainer.targets import Targets
 from tests.parity.cases import (
     CASES,
     GROUPS,
@@ -652,12 +651,21 @@ def test_geometric_masking_is_rejection_by_the_mean_of_k1_with_inverse_bounds(
 def normalised(case: Case, level: str) -> Tensor:
     """Returns the trainer's weights under `loss.correction.weight_norm: batch`."""
     correction = ProxCurrentConfig(weight_cap=2.0, weight_norm="batch", weight_level=level)
-    loss = SimpleNamespace(correction=correction)
-    updater: Any = SimpleNamespace(
-        config=SimpleNamespace(loss=loss), ranks=SimpleNamespace(moments=moments)
+    no_rows = torch.zeros(len(case.mask), 1, dtype=torch.bool)
+    targets = Targets(
+        loss=LossConfig(correction=correction),
+        valid=case.mask,
+        mask=case.mask,
+        advantages=torch.zeros_like(case.logprobs),
+        behavior_logprobs=case.old_logprobs,
+        current_logprobs=case.logprobs,
+        scored=~no_rows,
+        demonstrated=no_rows,
+        replayed=no_rows,
     )
-    batch: Any = SimpleNamespace(behavior_logprobs=case.old_logprobs, mask=case.mask)
-    return Updater._importance_weights(updater, batch, case.logprobs, case.mask)
+    # As `Updater` takes the mean over the ranks.
+    mean, _, _ = moments(targets.weights[case.mask])
+    return replace(targets, weight_mean=mean).weights
 
 
 @each_case
