@@ -42,7 +42,8 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class BackTestResult:
-    """What a rule would have made of the recorded groups; shares are in [0, 1]."""
+    """The batches that a rule composes of the recorded groups, as counts, means and shares in
+    [0, 1]."""
 
     steps: int
     groups: int
@@ -165,7 +166,7 @@ class BackTest:
             self._posterior[group.prompt_uid] = (successes + group.correct, attempts + group.size)
 
     def result(self) -> BackTestResult:
-        """Returns what the steps that were added gave."""
+        """Returns the result over the steps that were added."""
         sums: Mapping[str, Any] = self._sums
         groups, replayed = max(1, sums["groups"]), max(1, sums["replayed"])
         steps = max(1, sums["steps"])

@@ -37,7 +37,7 @@ class RunBackTest:
     run: str
     last_step: int
     results: Mapping[str, BackTestResult]
-    """By the label of the rules, the run's own first."""
+    """Results by the label of the rules; the run's own rules are the first."""
     first_difference: int | None
     """First step whose batch by the run's own rules is not the recorded one; None if all are."""
 

@@ -187,7 +187,7 @@ def test_wrong_arguments_are_explained(
 
 
 def test_a_batch_that_other_rules_composed_is_found(stack: Endpoints) -> None:
-    """As after an upgrade that changed a rule: the recorded batch is not what the rules compose."""
+    """An upgrade that changes a rule makes the recorded batch differ from the composed one."""
     driver = recorded_run(stack, "back-test-other-version", {})
     url = stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(url) as connection:
