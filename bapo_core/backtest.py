@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import exp, lgamma
 from typing import Any
 
-from bapo_core.algorithm import BATCH_RULES, BufferName, StepState, get_batch_rule
+from bapo_core.algorithm import BufferName, StepState, get_batch_rule
 from bapo_core.buffers import promoted
 from bapo_core.config import RunConfig
 from bapo_core.config.base import flatten
@@ -87,7 +87,7 @@ class BackTest:
         """
         refuse_unanswerable(config)
         self._config, self._first = config, first
-        self._rule = BATCH_RULES.get(config.batch.rule) or get_batch_rule(config.batch.rule)
+        self._rule = get_batch_rule(config.batch.rule)
         self._buffers: dict[BufferName, list[GroupSummary]] = {"hard": [], "high_quality": []}
         self._r_tot: float | None = None
         self._trained: set[int] = set()  # ids in B_high that a batch has had

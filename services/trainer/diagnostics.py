@@ -122,6 +122,11 @@ class StepResults:
         """Returns a mask (N,) of the responses that come from `source`."""
         return torch.tensor([name == source for name in self.sources], dtype=torch.bool)
 
+    @property
+    def sampled(self) -> Tensor:
+        """(N, R) tokens that a policy sampled: the tokens of all responses but demonstrations."""
+        return self.mask & ~self.rows_from(DEMONSTRATED)[:, None]
+
     def clip_fractions(self) -> dict[str, float]:
         """Returns the clip fraction by source; replayed groups are the furthest from the policy."""
         fractions = {}
@@ -139,7 +144,7 @@ class StepResults:
         share of tokens that the objective clipped. Demonstrations, which no policy sampled, and
         responses that theta_t has not scored are left out.
         """
-        sampled = self.mask & self.scored[:, None] & ~self.rows_from(DEMONSTRATED)[:, None]
+        sampled = self.sampled & self.scored[:, None]
         parts = {source: self.rows_from(source) for source in sorted(set(self.sources))}
         parts |= {
             f"age_{name}": (self.ages >= first) & (self.ages <= last) for name, first, last in AGES
@@ -185,7 +190,7 @@ def diagnose(
         and config.reward.is_in_unit_interval
     ):
         bound = _bound(config, results, window, advantage.eps)
-    sampled = results.mask & ~results.rows_from(DEMONSTRATED)[:, None]
+    sampled = results.sampled
     mismatch = mismatch_metrics(
         results.current_logprobs, results.behavior_logprobs, sampled & results.scored[:, None]
     ) | weight_metrics(

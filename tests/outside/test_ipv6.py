@@ -70,7 +70,7 @@ def test_an_address_in_use_is_named_with_the_remedy() -> None:
 
 @pytest.mark.outside
 def test_servers_of_the_chart_answer_where_there_is_only_ipv6(tmp_path: Path) -> None:
-    """A pod of such a cluster has 127.0.0.1 as well, where nobody else reaches it."""
+    """A pod of a cluster of IPv6 alone also has 127.0.0.1, which other pods do not reach."""
     unshare = shutil.which("unshare")
     if unshare is None or shutil.which("ip") is None:
         pytest.skip("needs unshare and ip: apt-get install util-linux iproute2")

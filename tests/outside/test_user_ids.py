@@ -59,7 +59,7 @@ def test_a_user_id_without_a_name_is_told_how_to_get_one(directory: Path) -> Non
 def test_a_directory_that_is_opened_for_postgres_is_named(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As root, Postgres runs as another user, who must pass the directories above the home."""
+    """Under root, Postgres runs as another user, who must pass the directories above the home."""
     closed, home = directory / "closed", directory / "closed" / "work" / "home"
     home.mkdir(parents=True)
     closed.chmod(0o700)

@@ -1381,7 +1381,7 @@ class RunComparison(Wire):
     variants: list[ComparedVariant]
     """The runs by variant, in the order of their first runs."""
     measure: EvaluationMeasure
-    """What evaluations are compared by: the accuracy, or the mean reward where all tasks are
+    """Measure of the compared evaluations: the accuracy, or the mean reward where all tasks are
     reward functions without `task.solved_at`, or where accuracies do not differ."""
     at_equal: dict[CostName, EqualCost]
     """The measure at equal costs of each kind; empty until a run has two evaluations."""

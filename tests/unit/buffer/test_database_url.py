@@ -33,7 +33,7 @@ def test_other_databases_are_refused_without_their_password(
 def test_a_password_that_is_not_encoded_is_refused_and_not_shown(
     monkeypatch: pytest.MonkeyPatch, password: str
 ) -> None:
-    """What follows its first @ would be taken for the host, which messages show."""
+    """libpq would take the text after the first @ for the host, and messages show the host."""
     monkeypatch.setenv("BAPO_DATABASE_URL", f"postgresql://app:{password}@db.team:6432/app")
     with pytest.raises(ConfigError, match="write @ as %40, / as %2F") as caught:
         MigrationSettings.load()

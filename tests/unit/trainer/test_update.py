@@ -680,7 +680,7 @@ def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None
 
 
 def test_divergence_is_measured_by_source_and_by_age() -> None:
-    """Of two fresh responses, a replayed one, one that is not scored, and a demonstration."""
+    """The batch has two fresh responses, a replayed, an unscored and a demonstrated one."""
     current = torch.tensor(
         [[0.0, 0.0], [math.log(2), 0.0], [math.log(3), 0.0], [9.0, 9.0], [9.0, 9.0]]
     )
