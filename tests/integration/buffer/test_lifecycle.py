@@ -436,15 +436,15 @@ def test_too_many_bad_tokens_are_slowed_down_and_good_ones_are_not(
 
 
 def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
-    names = [f"listed-{n}" for n in range(3)]
+    names = [f"paged-{n}" for n in range(3)]
     for name in names:
         Driver(stack, small_config(name))
     pages, cursor = [], ""
     while cursor is not None:
-        page = send(stack, "GET", f"/v1/runs?search=listed-&limit=2{cursor}").json()
+        page = send(stack, "GET", f"/v1/runs?search=paged-&limit=2{cursor}").json()
         pages.append([run["name"] for run in page["items"]])
         cursor = None if page["next"] is None else f"&cursor={page['next']}"
-    assert pages == [["listed-2", "listed-1"], ["listed-0"]]
+    assert pages == [["paged-2", "paged-1"], ["paged-0"]]
 
 
 # ---- limits and errors --------------------------------------------------------------------------
