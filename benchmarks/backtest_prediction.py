@@ -1,0 +1,287 @@
+"""Measures how well a back-test predicts training: rank correlations over rule sets and seeds.
+
+    BAPO_HOME=DIRECTORY python -m benchmarks.backtest_prediction
+
+Trains every rule set with every seed, the way `bapo compare` does, on the stack in DIRECTORY, and
+back-tests all rule sets on the run of each seed that has the default rules. The same command
+continues after an interruption; the results are written after each run.
+
+For a figure of the back-test, such as the sum of mu (1 - mu) over a batch, the rank correlation
+(Spearman) is between the figure of each rule set, on the run of one seed, and the accuracy that
+training with the rule set reached, on average over the other seeds: the back-test knows nothing of
+the runs that it predicts. The noise ceiling is the same correlation with the accuracy that training
+with the first seed reached in the place of the figure: nothing that is measured on one run can be
+expected to predict better than a training does.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bapo_core.comparison import Curve, cheapest_curve
+from bapo_core.resolution import Observation, resolve
+from benchmarks.harness import make_parser, report
+from benchmarks.machine import machine
+from services.buffer.api.client import BufferClient
+from services.cli.commands.compare import train_and_compare
+from services.cli.console import plain_console
+from services.cli.recorded_groups import OWN_RULES, back_test
+from services.cli.variants import PlannedRun, Variant, plan_runs
+from services.common.process import stop_on_signals
+from services.report.comparison import COSTS, RunResult
+from services.stack.settings import default_home
+from services.stack.stack import Endpoints, find_or_start_stack
+
+FILE = "examples/sorting.yaml"
+SETTINGS: dict[str, Any] = {
+    "name": "prediction",
+    "steps": 60,
+    "rollout.prompts_per_step": 32,
+    "optimizer.minibatch_prompts": 8,
+    "evaluation.every": 5,
+    "evaluation.samples": 4,
+    "task.test_prompts": 200,
+    "sync.every": 2,
+    "sync.reevaluate_every": 2,
+}
+"""What all runs share, chosen so that 48 runs take about an hour of one core."""
+ALL_MIXED = {"direction": "fixed", "c2_range": [0.125, 0.125], "c3_range": [0.875, 0.875]}
+RULES: dict[str, dict[str, Any]] = {
+    OWN_RULES: {},
+    "window falls": {"replay": {"window": {"direction": "easy_to_hard"}}},
+    "window fixed": {"replay": {"window": {"direction": "fixed"}}},
+    "window of all mixed groups": {"replay": {"window": ALL_MIXED}},
+    "mixed groups of any age": {"replay": {"select": "mixed", "buffer": {"max_age": None}}},
+    "age of at most 1": {"replay": {"buffer": {"max_age": 1}}},
+    "age of at most 10": {"replay": {"buffer": {"max_age": 10}}},
+    "any age": {"replay": {"buffer": {"max_age": None}}},
+    "any age, buffer of 16": {"replay": {"buffer": {"max_age": None, "capacity": 16}}},
+    "no replay": {"replay": {"select": "off"}},
+    "no filter": {"fresh": {"filter": "none"}},
+    "gaussian filter": {"fresh": {"filter": "gaussian"}},
+    "promote any gain": {"reevaluate": {"rule": "any_gain"}},
+    "no re-evaluation": {"reevaluate": {"enabled": False}},
+    "fresh groups alone": {"replay": {"select": "off"}, "reevaluate": {"enabled": False}},
+    "batches of 16": {"batch": {"capacity": 16}},
+}
+"""Rule sets of many kinds, the default rules first."""
+SEEDS = (1, 2, 3)
+RESAMPLES = 1_000
+LEVEL = 0.95
+
+FIGURES: dict[str, Callable[[Mapping[str, float]], float]] = {
+    "signal": lambda result: result["signal_per_step"],
+    "groups": lambda result: result["groups"] / result["steps"],
+    "fill": lambda result: result["fill"],
+    "fresh": lambda result: result["fresh"] / result["steps"],
+    "re-evaluated": lambda result: result["reevaluated"] / result["steps"],
+    "replayed": lambda result: result["replayed"] / result["steps"],
+    "no signal": lambda result: result["no_signal"],
+    "signal of a group": lambda result: result["signal"],
+    "policy age": lambda result: result["policy_age"],
+    "trained before": lambda result: result["trained_before"],
+    "rollouts": lambda result: result["rollouts"] / result["steps"],
+}
+"""Figures of a back-test by name. The first one was chosen before any run: the size of the policy
+gradient of a prompt is bounded by its mu (1 - mu)."""
+
+Table = NDArray[np.float64]
+"""Values of shape (seeds, rule sets)."""
+
+
+def planned_runs() -> list[PlannedRun]:
+    """Returns the runs, all rule sets with the first seed first."""
+    overrides = [f"{key}={value}" for key, value in SETTINGS.items()]
+    return plan_runs(FILE, overrides, [Variant(*each) for each in RULES.items()], SEEDS)
+
+
+def train(
+    runs: Sequence[PlannedRun], home: Path, done: Callable[[Endpoints, list[PlannedRun]], None]
+) -> None:
+    """Trains the runs that are not finished; calls `done` with those that are after each."""
+    console = plain_console()
+    with find_or_start_stack(home, 0) as endpoints:
+        for number, planned in enumerate(runs, start=1):
+            console.print(f"{number} of {len(runs)}")
+            directory = home / "pages" / planned.config.name
+            train_and_compare([planned], directory=directory, home=home, console=console, port=0)
+            done(endpoints, list(runs[:number]))
+
+
+def read_run(client: BufferClient, planned: PlannedRun) -> dict[str, Any]:
+    """Returns the evaluations of a finished run, and the responses that they took."""
+    result = RunResult.read(client, planned.label)
+    return {
+        "rules": planned.label,
+        "seed": planned.config.seed,
+        "steps": result.spent_at_evaluations(COSTS["training steps"]),
+        "rollouts": result.spent_at_evaluations(COSTS["training responses"]),
+        "accuracy": result.values("accuracy"),
+    }
+
+
+def read_back_tests(client: BufferClient) -> dict[str, dict[str, float]]:
+    """Returns the back-tests of all rule sets on a run that had the default ones."""
+    others = [Variant(label, rules) for label, rules in RULES.items() if label != OWN_RULES]
+    test = back_test(client, others, first=1, last=None, where="benchmark")
+    return {label: asdict(result) for label, result in test.results.items()}
+
+
+# ---- the analysis -------------------------------------------------------------------------------
+
+
+def accuracies_at(runs: Sequence[Mapping[str, Any]], cost: str) -> dict[tuple[int, str], float]:
+    """Returns the mean accuracy at the last four evaluations of the run that cost least, by seed
+    and rules."""
+    curves = {(run["seed"], run["rules"]): Curve(run[cost], run["accuracy"]) for run in runs}
+    costs = cheapest_curve(list(curves.values())).last_costs
+    return {key: curve.mean_at(costs) for key, curve in curves.items()}
+
+
+def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the ranks of values, from 0 on; equal values share the mean of their ranks."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    shared: NDArray[np.float64] = (ends - (counts + 1) / 2)[group]
+    return shared
+
+
+def spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Returns the rank correlation; 0 if all values of a side are equal, which orders nothing."""
+    one, other = ranks(first), ranks(second)
+    if np.ptp(one) == 0 or np.ptp(other) == 0:
+        return 0.0
+    return float(np.corrcoef(one, other)[0, 1])
+
+
+def predict_others(figures: Table, trained: Table, seeds: Sequence[int]) -> float:
+    """Returns the mean rank correlation of figures with the training with other seeds.
+
+    seeds: rows to take, which may repeat; a row is compared with the mean of the rows of `trained`
+    that are of other seeds.
+    """
+    found = [
+        spearman(figures[seed], trained[[other for other in seeds if other != seed]].mean(axis=0))
+        for seed in seeds
+        if any(other != seed for other in seeds)
+    ]
+    return statistics.fmean(found)
+
+
+def correlate(
+    figures: Table, trained: Table, measure: Callable[[Table, Table, Sequence[int]], float]
+) -> dict[str, float]:
+    """Returns a rank correlation with its bootstrap interval, over seeds and rule sets."""
+    draw = np.random.default_rng(0)
+    seeds, rules = trained.shape
+    values: list[float] = []
+    while len(values) < RESAMPLES:
+        of_seeds = draw.integers(seeds, size=(seeds,)).tolist()
+        if len(set(of_seeds)) == 1:
+            continue  # There is no other seed to predict.
+        of_rules = draw.integers(rules, size=(rules,))
+        values.append(measure(figures[:, of_rules], trained[:, of_rules], of_seeds))
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(values, (tail, 1 - tail))
+    value = measure(figures, trained, list(range(seeds)))
+    return {"value": value, "low": float(low), "high": float(high)}
+
+
+def of_same_seed(figures: Table, trained: Table, seeds: Sequence[int]) -> float:
+    """Returns the mean rank correlation of figures with the training of the same seed."""
+    return statistics.fmean(spearman(figures[seed], trained[seed]) for seed in seeds)
+
+
+def decided_pairs(labels: Sequence[str], figures: Table, trained: Table) -> dict[str, int]:
+    """Returns how many pairs of rule sets training decides (Tukey's test, 95% for all together),
+    and in how many of them the better one has the larger mean figure."""
+    observations = [
+        Observation(label, seed, float(trained[seed, column]))
+        for column, label in enumerate(labels)
+        for seed in range(len(trained))
+    ]
+    resolution = resolve(observations)
+    if resolution is None:
+        return {"decided": 0, "ordered_as_trained": 0}
+    mean = dict(zip(labels, figures.mean(axis=0), strict=True))
+    pairs = [
+        (better, worse)
+        for better in labels
+        for worse in labels
+        if better != worse and resolution.is_ahead(better, worse)
+    ]
+    agree = sum(mean[better] > mean[worse] for better, worse in pairs)
+    return {"decided": len(pairs), "ordered_as_trained": agree}
+
+
+def analyse(
+    runs: Sequence[Mapping[str, Any]], back_tests: Mapping[str, Mapping[str, Mapping[str, float]]]
+) -> dict[str, Any]:
+    """Returns the rank correlations of all figures, over the seeds that are trained completely."""
+    labels = list(RULES)
+    trained_labels = {seed: {run["rules"] for run in runs if run["seed"] == seed} for seed in SEEDS}
+    seeds = [seed for seed in SEEDS if trained_labels[seed] == set(labels)]
+    result: dict[str, Any] = {"seeds": seeds, "rule_sets": len(labels)}
+    if len(seeds) < 2:
+        return result
+    complete = [run for run in runs if run["seed"] in seeds]
+    tables = {
+        name: np.array([[of(back_tests[str(seed)][label]) for label in labels] for seed in seeds])
+        for name, of in FIGURES.items()
+    }
+    for cost in ("steps", "rollouts"):
+        by_run = accuracies_at(complete, cost)
+        trained = np.array([[by_run[seed, label] for label in labels] for seed in seeds])
+        result[f"at_equal_{cost}"] = {
+            "accuracy": dict(zip(labels, trained.mean(axis=0).tolist(), strict=True)),
+            "noise_ceiling": correlate(trained, trained, predict_others),
+            "figures": {
+                name: {
+                    "other_seeds": correlate(table, trained, predict_others),
+                    "same_seed": correlate(table, trained, of_same_seed),
+                    **decided_pairs(labels, table, trained),
+                }
+                for name, table in tables.items()
+            },
+        }
+    return result
+
+
+def main() -> None:
+    parser = make_parser(__doc__, "backtest_prediction")
+    arguments = parser.parse_args()
+    stop_on_signals("stopping; the same command continues")
+    result: dict[str, Any] = {
+        "machine": machine("torch"),
+        "file": FILE,
+        "settings": SETTINGS,
+        "rules": RULES,
+        "runs": [],
+        "back_tests": {},
+    }
+
+    def add_run(endpoints: Endpoints, finished: list[PlannedRun]) -> None:
+        planned = finished[-1]
+        client = BufferClient(endpoints.buffer_url, endpoints.token, run=planned.config.name)
+        result["runs"].append(read_run(client, planned))
+        if planned.label == OWN_RULES:
+            result["back_tests"][str(planned.config.seed)] = read_back_tests(client)
+        if len(finished) % len(RULES) == 0:
+            result["analysis"] = analyse(result["runs"], result["back_tests"])
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    train(planned_runs(), default_home(), add_run)
+    report(result, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The rank correlations between back-tests and training are computed from runs and back-tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bapo_core.backtest import BackTest
+from bapo_core.config import config_from
+from benchmarks import backtest_prediction
+from benchmarks.backtest_prediction import (
+    FIGURES,
+    RULES,
+    SEEDS,
+    analyse,
+    correlate,
+    decided_pairs,
+    planned_runs,
+    predict_others,
+    spearman,
+)
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backtest_prediction, "RESAMPLES", 100)
+
+
+QUALITY = {label: number / 100 for number, label in enumerate(RULES)}
+
+
+def run(label: str, seed: int, accuracy: float) -> dict[str, Any]:
+    curve = {"steps": [0, 10, 20], "rollouts": [0, 100, 200], "accuracy": [0.1, accuracy, accuracy]}
+    return {"rules": label, "seed": seed, **curve}
+
+
+def back_test(signal: float) -> dict[str, float]:
+    none = asdict(BackTest(config_from({"name": "none"})).result())
+    return none | {"steps": 1, "signal_per_step": signal}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 31], 1.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        ([1, 2, 2, 3], [1, 3, 2, 4], 0.9486832980505138),  # Equal values share a rank.
+        ([1, 1, 1, 1], [1, 2, 3, 4], 0.0),
+    ],
+)
+def test_the_rank_correlation_is_spearmans(
+    first: list[float], second: list[float], expected: float
+) -> None:
+    assert spearman(np.array(first, float), np.array(second, float)) == pytest.approx(expected)
+
+
+def test_a_figure_is_compared_with_the_training_of_other_seeds_alone() -> None:
+    figures = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    assert predict_others(figures, figures, [0, 1]) == -1.0
+    assert predict_others(figures, figures[::-1], [0, 1]) == 1.0
+
+
+def test_figures_that_order_the_rules_as_training_did_have_a_rank_correlation_of_1() -> None:
+    runs = [run(label, seed, quality) for seed in SEEDS for label, quality in QUALITY.items()]
+    tests = {
+        str(seed): {label: back_test(10 * quality) for label, quality in QUALITY.items()}
+        for seed in SEEDS
+    }
+    found = analyse(runs, tests)
+    assert (found["seeds"], found["rule_sets"]) == (list(SEEDS), len(RULES))
+    for cost in ("at_equal_steps", "at_equal_rollouts"):
+        assert found[cost]["noise_ceiling"]["value"] == pytest.approx(1.0)
+        assert found[cost]["figures"]["signal"]["other_seeds"]["value"] == pytest.approx(1.0)
+        assert found[cost]["figures"]["policy age"]["other_seeds"]["value"] == 0.0
+
+
+def test_seeds_that_are_not_trained_completely_are_left_out() -> None:
+    runs = [run(label, seed, quality) for seed in SEEDS for label, quality in QUALITY.items()]
+    tests = {str(seed): {label: back_test(1.0) for label in RULES} for seed in SEEDS}
+    assert analyse(runs[:-1], tests)["seeds"] == list(SEEDS[:2])
+    one = analyse(runs[: len(RULES) + 1], tests)
+    assert one == {"seeds": [SEEDS[0]], "rule_sets": len(RULES)}
+
+
+def test_unrelated_figures_have_an_interval_that_includes_0() -> None:
+    draw = np.random.default_rng(1)
+    trained, figures = draw.random((3, 16)), draw.random((3, 16))
+    found = correlate(figures, trained, predict_others)
+    assert found["low"] < 0 < found["high"]
+    assert found["low"] <= found["value"] <= found["high"]
+
+
+def test_pairs_that_training_decides_are_counted_by_the_order_of_the_figure() -> None:
+    trained = np.array([[0.1, 0.5, 0.9], [0.11, 0.5, 0.9], [0.1, 0.51, 0.9]])
+    figures = np.array([[1.0, 3.0, 2.0]] * 3)
+    assert decided_pairs(["a", "b", "c"], figures, trained) == {
+        "decided": 3,
+        "ordered_as_trained": 2,
+    }
+
+
+def test_every_rule_set_is_trained_with_every_seed() -> None:
+    runs = planned_runs()
+    assert Counter(planned.label for planned in runs) == dict.fromkeys(RULES, len(SEEDS))
+    assert len({planned.config.name for planned in runs}) == len(runs)
+    assert len(RULES) > 12
+    assert next(iter(FIGURES)) == "signal"
