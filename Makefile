@@ -26,7 +26,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods bench docs tiny-models pictures clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods reproduce-small bench docs tiny-models pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -217,6 +217,10 @@ compare: $(STAMP) ## compare BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1
 
 compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the same command goes on)
 	$(BIN)/bapo compare examples/countdown.yaml name=methods steps=200 --algorithms all --seeds 1
+
+# 200 runs, each of which leaves its result in benchmarks/results/reproduction; the same command goes on.
+reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (11 hours on two idle cores)
+	$(BIN)/bapo reproduce all --size small
 
 bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import chart, coming_from, commands, configuration, environment, methods
+from docs.generate import (
+    chart,
+    coming_from,
+    commands,
+    configuration,
+    environment,
+    methods,
+    reproduction,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES: dict[str, Callable[[], str]] = {
@@ -15,6 +23,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/cli.md": commands.render,
     "docs/environment.md": environment.render,
     "docs/coming-from.md": coming_from.render,
+    "docs/reproduction.md": reproduction.render,
     "charts/bapo/README.md": chart.render,
 }
 """The function that renders each page, by the page's path in the repository."""

@@ -24,6 +24,10 @@ SECTIONS = {
     "Train": {
         "run": Lazy(f"{_IN}.run:run", "Train on this machine."),
         "compare": Lazy(f"{_IN}.compare:compare", "Train several variants and compare them."),
+        "reproduce": Lazy(
+            f"{_IN}.reproduce:reproduce",
+            "Run experiments of the papers, and judge what they claim.",
+        ),
         "eval": Lazy(f"{_IN}.eval:evaluate", "Measure the accuracy of a model."),
         "report": Lazy(f"{_IN}.report:report", "Write the report of a run again."),
     },

@@ -213,6 +213,30 @@ def migration(matrix: Sequence[Sequence[int]], before: str, after: str) -> str:
     return drawn.svg
 
 
+def migrated_bins(matrix: Sequence[Sequence[int]]) -> str:
+    """Draws the number of prompts with k correct responses, before and after training.
+
+    matrix: prompts by their bin before (row) and after (column). Each bar after is divided by the
+    bins before; the prompts with no correct response before have a colour of their own.
+    """
+    values = np.array(matrix)
+    size = len(values)
+    colours = [SERIES[1], *mpl.colormaps["Blues"](np.linspace(0.3, 0.9, size - 1))]
+    with chart(x="k correct", y="prompts", tall=True) as drawn:
+        positions = np.arange(size)
+        drawn.axes.bar(
+            positions - 0.2, values.sum(axis=1), 0.36, color=colours, edgecolor=INK, linewidth=0.4
+        )
+        bottom = np.zeros(size)
+        for row, colour in zip(values, colours, strict=True):
+            drawn.axes.bar(positions + 0.2, row, 0.36, bottom, color=colour, linewidth=0)
+            bottom += row
+        drawn.axes.bar([0], [0], color=SERIES[1], label="0 correct before (left bars)")
+        drawn.axes.set_xticks(positions)
+        drawn.axes.grid(False, axis="x")
+    return drawn.svg
+
+
 SPAN_KINDS = {
     "training": ("update", "proximal", "read", "commit"),
     "generating": ("fresh", "generate"),

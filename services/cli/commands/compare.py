@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,24 @@ def train_and_compare(
     from services.report.comparison import write_comparison  # imports matplotlib
 
     results: list[RunResult] = []
+    for result, was_trained in train_runs(runs, home=home, console=console, port=port):
+        results.append(result)
+        if was_trained or len(results) == len(runs):
+            # A comparison can take hours. The page of the finished runs exists while the others are
+            # trained, and stays if the command is stopped or a run fails.
+            page = write_comparison(results, directory)
+            console.print(f"{len(results)} of {len(runs)} runs compared: {page}")
+    _print_table(results, console)
+    return page
+
+
+def train_runs(
+    runs: Sequence[PlannedRun], *, home: Path, console: Console, port: int
+) -> Iterator[tuple[RunResult, bool]]:
+    """Trains the runs that are not finished, one after another, on one stack.
+
+    Yields the result of each run, and whether it was trained. Raises `BapoError` when a run fails.
+    """
     trained: list[float] = []
     with find_or_start_stack(home, port) as endpoints:
         addresses = format_addresses(endpoints, home, with_token=console.is_terminal)
@@ -154,16 +172,9 @@ def train_and_compare(
             )
             started = time.monotonic()
             result, was_trained = _train(planned, endpoints, home, console)
-            results.append(result)
             if was_trained:
                 trained.append(time.monotonic() - started)
-            if was_trained or number == len(runs):
-                # A comparison can take hours. The page of the finished runs exists while the others
-                # are trained, and stays if the command is stopped or a run fails.
-                page = write_comparison(results, directory)
-                console.print(f"{number} of {len(runs)} runs compared: {page}")
-    _print_table(results, console)
-    return page
+            yield result, was_trained
 
 
 def _time_left(trained: Sequence[float], runs: int) -> str:

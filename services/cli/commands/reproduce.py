@@ -1,0 +1,254 @@
+"""`bapo reproduce`: runs the experiments that answer what the papers claim, and lists them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bapo_core.errors import BapoError
+from services.cli.console import plain_console
+from services.cli.echo import echo
+from services.cli.local_run import REPORTS
+from services.cli.options import json_option, port_option
+from services.common.process import stop_on_signals
+from services.reproduction.declarations import SIZES, Declaration, Size, find_items
+from services.reproduction.listing import list_values, render_list
+from services.reproduction.plans import DeclaredRun, plan_runs, total_minutes
+from services.reproduction.records import (
+    RESULTS,
+    read_records,
+    record_run,
+    unknown_files,
+    write_record,
+)
+from services.reproduction.states import describe_result, describe_state, find_state, read_labelled
+from services.stack.settings import default_home
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command
+@click.argument(
+    "names",
+    nargs=-1,
+    metavar="[NAME]...",
+    help="Experiments, such as fig6 or ladder; the path of a declaration of your own; or `all`.",
+)
+@click.option("--list", "listed", is_flag=True, help="List the experiments and their states.")
+@click.option("--size", type=click.Choice(SIZES), default="small", help="Size of the experiment.")
+@click.option(
+    "--seeds", metavar="LIST", help="Seeds in place of the declared ones, separated by commas."
+)
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RESULTS,
+    metavar="DIRECTORY",
+    help="Directory with the result of each run.",
+)
+@json_option
+@port_option
+def reproduce(
+    names: tuple[str, ...],
+    listed: bool,
+    size: Size,
+    seeds: str | None,
+    results: Path,
+    as_json: bool,
+    port: int,
+) -> None:
+    """Run experiments of the papers, and judge what they claim.
+
+    An experiment is a table or a figure of a paper, or a question of this project: variants that
+    are trained with several seeds, and tests that decide its claim. `--list` shows each with its
+    claim, what it needs, and its state: it holds, it does not hold, it is not decided, or it was
+    not run.
+
+    At small size, what is missing is trained on this machine. The same command goes on where it was
+    stopped. The result of each run is a file in `--results`, written when the run ends; experiments
+    that need the same run share it. When all runs of an experiment have results, its claim is
+    judged by their resolution, as `bapo compare` does, and `runs/reproduce-NAME/NAME.html` draws
+    them beside the paper's numbers.
+
+    At the paper's size, configurations and the commands that submit them to Kubeflow are written to
+    `runs/reproduce-NAME-paper`; nothing is trained.
+
+    \b
+    Examples:
+      bapo reproduce --list
+      bapo reproduce --list fig6 r5
+      bapo reproduce ladder
+      bapo reproduce fig6 --seeds 5,6,7,8 --results other-seeds
+      bapo reproduce table1b --size paper
+    """
+    if not names and not listed:
+        raise click.UsageError(
+            "name an experiment, or `all` of them; `bapo reproduce --list` shows them"
+        )
+    items = find_items(names)
+    if listed:
+        echo(json.dumps(list_values(items, results)) if as_json else render_list(items, results))
+        _warn_of_unknown_files(names, items, results)
+        return
+    chosen = _parse_seeds(seeds)
+    for name, declaration in items.items():
+        _refuse_missing_size(name, declaration, size, several=len(items) > 1)
+    if size == "paper":
+        for name, declaration in items.items():
+            if declaration.plan_at(size) is not None:
+                echo(_write_cluster_runs(name, declaration, chosen))
+        return
+    stop_on_signals("stopping; the same command continues")
+    _run_small(items, chosen, results, plain_console(), port)
+
+
+def _parse_seeds(seeds: str | None) -> list[int] | None:
+    if seeds is None:
+        return None
+    try:
+        numbers = [int(seed) for seed in seeds.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{seeds!r} are not whole numbers", param_hint="--seeds") from None
+    if len(set(numbers)) < len(numbers):
+        raise click.BadParameter(
+            f"{seeds!r} has a seed twice; give each once", param_hint="--seeds"
+        )
+    return numbers
+
+
+def _refuse_missing_size(name: str, declaration: Declaration, size: Size, *, several: bool) -> None:
+    """Raises `BapoError` for an experiment without this size, unless it is one of several."""
+    if declaration.plan_at(size) is None and not several:
+        reason = declaration.small if size == "small" else declaration.paper
+        raise BapoError(f"{name} has no experiment at {size} size: {reason}")
+
+
+def _warn_of_unknown_files(
+    names: Sequence[str], items: Mapping[str, Declaration], results: Path
+) -> None:
+    """Says which results no declaration asks for, once all declarations are known."""
+    if names:
+        return
+    declared = [run for each in items.values() for size in SIZES for run in plan_runs(each, size)]
+    unknown = unknown_files(declared, results)
+    if unknown:
+        echo(
+            f"note: {len(unknown)} files of {results} belong to no declared run, such as "
+            f"{unknown[0].name}: their declarations have changed; remove them",
+            err=True,
+        )
+
+
+# -- small size
+
+
+def _run_small(
+    items: Mapping[str, Declaration],
+    seeds: Sequence[int] | None,
+    results: Path,
+    console: Console,
+    port: int,
+) -> None:
+    """Trains the runs without results, and judges each experiment when its runs have them."""
+    from services.cli.commands.compare import train_runs
+    from services.cli.variants import PlannedRun
+
+    planned = {
+        run.name: run
+        for declaration in items.values()
+        for run in plan_runs(declaration, "small", seeds)
+    }
+    missing = [run for name, run in planned.items() if name not in read_records([run], results)]
+    console.print(
+        f"{len(planned) - len(missing)} of {len(planned)} runs have results; the others take about "
+        f"{total_minutes(missing):.0f} min on two idle cores",
+    )
+    finished = _finish(items, {}, seeds, results, console)
+    if not missing:
+        return
+    runs = [PlannedRun(run.label, run.config()) for run in missing]
+    trained = train_runs(runs, home=default_home(), console=console, port=port)
+    for run, (result, _) in zip(missing, trained, strict=True):
+        console.print(f"result: {write_record(record_run(run, result), results)}", soft_wrap=True)
+        finished = _finish(items, finished, seeds, results, console)
+
+
+def _finish(
+    items: Mapping[str, Declaration],
+    finished: Mapping[str, object],
+    seeds: Sequence[int] | None,
+    results: Path,
+    console: Console,
+) -> dict[str, object]:
+    """Prints the states of experiments whose runs all have results, and writes their pages.
+
+    Returns the names of all finished experiments; those of `finished` are left as they are.
+    """
+    from services.reproduction.page import write_page  # imports matplotlib
+
+    done = dict(finished)
+    for name, declaration in items.items():
+        if name in done:
+            continue
+        state = find_state(declaration, "small", results, seeds)
+        if not state.runs or state.done < state.runs:
+            continue
+        path = REPORTS / f"reproduce-{name}" / f"{name}.html"
+        records = read_labelled(declaration, "small", results, seeds)
+        write_page(name, declaration, "small", records, state, path)
+        console.print(f"{name}: {declaration.claim}", soft_wrap=True, markup=False)
+        console.print(f"{name}: {describe_state(state)}", soft_wrap=True)
+        for result in state.results:
+            for line in describe_result(result):
+                console.print(f"  {line}", soft_wrap=True, markup=False)
+        console.print(f"page: {path}", soft_wrap=True)
+        done[name] = None
+    return done
+
+
+# -- the paper's size
+
+
+def _write_cluster_runs(name: str, declaration: Declaration, seeds: Sequence[int] | None) -> Path:
+    """Writes the configuration of each run, and a script that submits all of them.
+
+    Each is read back through the loader of configurations and as the parameters of the pipeline.
+    """
+    import yaml
+
+    from bapo_core.config import config_from, merge
+    from pipelines.parameters import parameters_of
+    from services.reproduction.declarations import read_setup
+
+    plan = declaration.plan_at("paper")
+    assert plan is not None
+    directory = REPORTS / f"reproduce-{name}-paper"
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "#!/bin/sh",
+        f"# {declaration.title}",
+        f"# {declaration.claim}",
+        "# Submits each run to Kubeflow: sh submit.sh --namespace TEAM",
+        "set -e",
+        'cd "$(dirname "$0")"',
+    ]
+    runs: list[DeclaredRun] = plan_runs(declaration, "paper", seeds)
+    for run in runs:
+        config = run.config()
+        values = {"name": run.name, "seed": run.seed, **merge(read_setup(run.setup), run.changes)}
+        path = directory / f"{run.name}.yaml"
+        text = yaml.safe_dump(values, sort_keys=False)
+        path.write_text(f"# {run.label}, seed {run.seed}\n{text}", encoding="utf-8")
+        if config_from(yaml.safe_load(text), where=str(path)) != config:
+            raise BapoError(f"{path}: is another configuration than the declared one; report this")
+        arguments = [f"{key}={value}" for key, value in plan.pipeline.items()]
+        parameters_of(str(path), arguments)
+        lines.append(f'bapo pipeline submit {path.name} {" ".join(arguments)} "$@"')
+    script = directory / "submit.sh"
+    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return script

@@ -1,0 +1,1 @@
+"""Experiments that answer what the papers claim: declarations, recorded runs and verdicts."""

@@ -1,0 +1,121 @@
+"""Describes experiments in the terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from services.reproduction.declarations import Declaration, PaperNumbers
+from services.reproduction.plans import plan_runs, total_minutes
+from services.reproduction.states import (
+    describe_result,
+    describe_state,
+    find_state,
+)
+
+WIDTH = 100
+STATES = {
+    "holds": "all differences of the claim are decided, 95% for all pairs of variants together",
+    "does not hold": "one of them is decided the other way",
+    "not decided": "all runs have results, which leave a difference open",
+    "not run": "runs are missing; nothing is judged before all of them have results",
+    "nothing to run": "no experiment at this size; the item says why",
+}
+"""Meaning of each state."""
+
+
+def render_list(items: Mapping[str, Declaration], results: Path) -> str:
+    """Returns the list of experiments for the terminal."""
+    minutes = total_minutes(run for each in items.values() for run in plan_runs(each, "small"))
+    lines = [
+        "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
+        "and questions of this project (ladder, r1 to r9).",
+        "",
+        *(f"{name:15} {meaning}" for name, meaning in STATES.items()),
+        "",
+    ]
+    for name, declaration in items.items():
+        lines += [f"{name}: {declaration.title}", *_indented("claim", declaration.claim)]
+        if declaration.numbers is None:
+            lines += _indented("source", declaration.source)
+        else:
+            lines += _indented("paper", _numbers_text(declaration.numbers))
+        if declaration.needs is not None:
+            lines += _indented("needs", describe_needs(declaration))
+        lines += _indented("small", describe_small(declaration))
+        if isinstance(declaration.paper, str):
+            lines += _indented("full", declaration.paper)
+        state = find_state(declaration, "small", results)
+        lines += _indented("state", describe_state(state))
+        for result in state.results:
+            for line in describe_result(result):
+                lines += _indented("", line)
+        lines.append("")
+    lines += [
+        f"All of these at small size: about {minutes / 60:.1f} h on two idle cores. Everything: "
+        "`make reproduce-small`.",
+        "One of them: `bapo reproduce NAME`; with `--size paper`, its runs for a cluster.",
+        "What it claims and trains: services/reproduction/items/NAME.yaml.",
+    ]
+    return "\n".join(lines)
+
+
+def list_values(items: Mapping[str, Declaration], results: Path) -> list[dict[str, Any]]:
+    """Returns the list of experiments as values of JSON."""
+    values = []
+    for name, declaration in items.items():
+        state = find_state(declaration, "small", results)
+        runs = plan_runs(declaration, "small")
+        values.append(
+            {
+                "name": name,
+                "title": declaration.title,
+                "claim": declaration.claim,
+                "state": state.name,
+                "runs": state.runs,
+                "done": state.done,
+                "minutes": total_minutes(runs),
+                "results": [describe_result(result) for result in state.results],
+            }
+        )
+    return values
+
+
+def describe_needs(declaration: Declaration) -> str:
+    """Says what an experiment takes at the paper's size."""
+    needs = declaration.needs
+    assert needs is not None
+    return f"{needs.models}; {needs.data}; GPUs: {needs.gpus}; hours: {needs.hours}"
+
+
+def describe_small(declaration: Declaration) -> str:
+    """Says what an experiment takes at small size, or why there is none."""
+    plan = declaration.plan_at("small")
+    if plan is None:
+        return str(declaration.small)
+    runs = plan_runs(declaration, "small")
+    variants = len(declaration.variants_at("small"))
+    return (
+        f"{plan.setup}: {variants} variants, {len(plan.seeds)} seeds, about "
+        f"{total_minutes(runs):.0f} minutes on two idle cores; runs are shared between experiments"
+    )
+
+
+def _indented(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"  {label:7}",
+        subsequent_indent=" " * 9,
+        break_long_words=False,
+    )
+
+
+def _numbers_text(numbers: PaperNumbers) -> str:
+    rows = (
+        f"{label} " + " / ".join("-" if value is None else f"{value:g}" for value in row)
+        for label, row in numbers.rows.items()
+    )
+    return f"{' / '.join(numbers.columns)}: {', '.join(rows)}. {numbers.note}".rstrip()

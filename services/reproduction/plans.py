@@ -1,0 +1,74 @@
+"""Plans the runs of a declaration: a configuration for each variant and seed.
+
+Runs are named after what their declaration says of them, not after the variant, so that
+experiments which need the same run share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_core.config import RunConfig, merge, override_config
+from services.reproduction.declarations import Declaration, Size, read_setup
+
+DIGEST_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredRun:
+    """A run of an experiment: one variant with one seed."""
+
+    label: str
+    setup: str
+    seed: int
+    changes: Mapping[str, Any]
+    """Keys that differ from the setup, without the seed."""
+    minutes: float
+    """Minutes that it takes on two idle cores."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of what is declared of the run: the setup's values, the changes and the seed."""
+        values = {"setup": dict(read_setup(self.setup)), "changes": self.changes, "seed": self.seed}
+        text = json.dumps(values, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+    @property
+    def name(self) -> str:
+        """Name of the run and of the file with its results."""
+        return f"reproduce-{self.setup}-s{self.seed}-{self.digest}"
+
+    def config(self) -> RunConfig:
+        """Returns the configuration. Raises `ConfigError` if the declaration gives none."""
+        return override_config(
+            read_setup(self.setup),
+            self.changes,
+            {"seed": self.seed, "name": self.name},
+            where=f"setup {self.setup}, variant {self.label}",
+        )
+
+
+def plan_runs(
+    declaration: Declaration, size: Size, seeds: Sequence[int] | None = None
+) -> list[DeclaredRun]:
+    """Returns the runs of a declaration, all variants with the first seed first.
+
+    seeds: replace those of the declaration. None are planned if it has no plan at this size.
+    """
+    plan = declaration.plan_at(size)
+    if plan is None:
+        return []
+    return [
+        DeclaredRun(label, plan.setup, seed, merge(plan.overrides, changes), plan.minutes)
+        for seed in seeds or plan.seeds
+        for label, changes in declaration.variants_at(size).items()
+    ]
+
+
+def total_minutes(runs: Iterable[DeclaredRun]) -> float:
+    """Returns the minutes of runs, each of which counts once however many experiments share it."""
+    return sum({run.name: run.minutes for run in runs}.values())

@@ -1,0 +1,122 @@
+"""`bapo reproduce`: what it lists, writes and refuses, without training anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from bapo_core.config import load_config
+from bapo_core.errors import BapoError
+from services.cli.commands import compare
+from services.cli.commands.reproduce import reproduce
+from services.cli.variants import PlannedRun
+from services.report.comparison import RunResult
+from services.reproduction.declarations import find_items
+from services.reproduction.plans import plan_runs
+from services.reproduction.records import read_records
+from tests.unit.report.test_comparison import result
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(reproduce, arguments, catch_exceptions=True)
+
+
+def failed(*arguments: str) -> str:
+    done = call(*arguments)
+    assert done.exit_code != 0
+    return str(done.exception) if isinstance(done.exception, BapoError) else done.output
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_list_explains_its_states_and_each_experiment() -> None:
+    text = call("--list").output
+    assert "not run         runs are missing" in text
+    assert "fig9: Figure 9 of 2602.20722: rollouts of DAPO\n  claim  DAPO generates more" in text
+    assert "needs  DeepSeek-R1-Distill-Qwen-1.5B" in text
+    assert "state  not run (0 of 8 runs)" in text
+    # What cannot be stated at small size says why.
+    assert "says nothing about eight GPUs" in text
+    one = json.loads(call("--list", "--json", "fig9").output)
+    assert [each["name"] for each in one] == ["fig9"]
+
+
+def test_wrong_arguments_are_refused_with_the_remedy() -> None:
+    assert "name an experiment, or `all`" in failed()
+    assert "did you mean fig9?" in failed("fig99")
+    assert "has no experiment at small size: Wall time" in failed("table2")
+    assert "has no experiment at paper size" in failed("r1", "--size", "paper")
+    assert "are not whole numbers" in failed("fig9", "--seeds", "1,two")
+    assert "has a seed twice" in failed("fig9", "--seeds", "1,1")
+    assert "'small', 'paper'" in failed("fig9", "--size", "large")
+
+
+def test_results_without_a_declaration_are_reported(tmp_path: Path) -> None:
+    stale = tmp_path / "benchmarks/results/reproduction/reproduce-sorting-s1-00000000.json"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("{}")
+    assert f"belong to no declared run, such as {stale.name}" in call("--list").stderr
+
+
+def test_the_papers_size_is_written_as_configurations_and_pipeline_runs(tmp_path: Path) -> None:
+    done = call("r6", "--size", "paper", "--seeds", "1")
+    assert done.exit_code == 0, done.output
+    directory = tmp_path / "runs/reproduce-r6-paper"
+    script = (directory / "submit.sh").read_text()
+    declaration = find_items(["r6"])["r6"]
+    for run in plan_runs(declaration, "paper", [1]):
+        path = directory / f"{run.name}.yaml"
+        assert load_config(path, []) == run.config()
+        assert yaml.safe_load(path.read_text())["name"] == run.name
+        assert f'bapo pipeline submit {run.name}.yaml gpus_per_worker=8 "$@"' in script
+    assert len(list(directory.glob("*.yaml"))) == 3
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces training; returns the names of the runs that were asked for."""
+    names: list[str] = []
+
+    def train_runs(runs: list[PlannedRun], **_: object) -> Iterator[tuple[RunResult, bool]]:
+        for planned in runs:
+            names.append(planned.config.name)
+            if len(names) == 4:
+                raise BapoError("interrupted")
+            higher = 0.2 if planned.label == "bapo" else 0.0
+            accuracies = [0.1, 0.3 + higher, 0.3 + higher + 0.001 * planned.config.seed]
+            yield result(planned.label, planned.config.seed, accuracies, 10), True
+
+    monkeypatch.setattr(compare, "train_runs", Mock(side_effect=train_runs))
+    return names
+
+
+def test_only_runs_without_results_are_trained_and_each_result_is_kept(
+    trained: list[str], tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    arguments = ("fig5", "--seeds", "1,2", "--results", str(results))
+    assert "interrupted" in failed(*arguments)
+    runs = plan_runs(find_items(["fig5"])["fig5"], "small", [1, 2])
+    assert [run.name for run in runs] == trained
+    assert list(read_records(runs, results)) == trained[:3]
+    done = call(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "3 of 4 runs have results" in done.output
+    assert trained[4:] == trained[3:4]
+    assert "fig5: holds (4 runs)" in done.output
+    assert "bapo - grpo = +0.200" in done.output
+    assert (tmp_path / "runs/reproduce-fig5/fig5.html").is_file()
+    # With all results, nothing is trained, and the page is drawn again.
+    again = call(*arguments)
+    assert "4 of 4 runs have results" in again.output
+    assert "fig5: holds (4 runs)" in again.output
+    assert len(trained) == 5
