@@ -15,17 +15,79 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, lgamma
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from bapo_core.algorithm import BufferName, StepState, get_batch_rule
 from bapo_core.buffers import promoted
 from bapo_core.config import RunConfig
 from bapo_core.config.base import flatten
 from bapo_core.errors import ConfigError
+from bapo_core.metrics import AGES
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 
-ANSWERABLE = ("fresh", "reevaluate", "hard_buffer", "replay", "batch", "sync.reevaluate_every")
-"""Sections and keys of the configuration that a recorded run's policies do not depend on."""
+ANSWERABLE = (
+    "fresh",
+    "reevaluate",
+    "hard_buffer",
+    "replay",
+    "batch",
+    "sync.reevaluate_every",
+    "loss.mask_truncated",
+)
+"""Sections and keys of the configuration that a back-test can change: they choose among the
+recorded groups and their responses."""
+NO_BATCH_DEPENDS_ON = ("evaluation", "checkpoint", "mlflow", "trainer")
+"""Sections of the configuration that change nothing that a back-test shows."""
+
+
+class EffectiveShares:
+    """The effective share of the tokens of each age, as the trainer measured it at each step.
+
+    It is `divergence/age_<steps>/ess_fraction` of a step's metrics: (sum w)^2 / (n sum w^2) over
+    the tokens of that age, with their ratios w between the step's policy and the policy that
+    sampled them.
+    """
+
+    def __init__(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        """metrics: the metrics of committed steps, by step."""
+        self._of_step = {
+            step: {
+                name: values[key]
+                for name, _, _ in AGES
+                if (key := f"divergence/age_{name}/ess_fraction") in values
+            }
+            for step, values in metrics.items()
+        }
+        self._mean = {}
+        for name, _, _ in AGES:
+            known = [shares[name] for shares in self._of_step.values() if name in shares]
+            if known:
+                self._mean[name] = fmean(known)
+
+    def of_age(self, step: int, age: int) -> tuple[float | None, bool]:
+        """Returns the effective share of tokens of an age at a step, and whether it was measured.
+
+        It is the share at this step, or else the mean of all steps at which tokens of the age were
+        trained on. For an age that no step had, it is the mean of the next younger age that was
+        measured, which is too high as a rule. It is None if there is none.
+        """
+        index = next(i for i, (_, first, last) in enumerate(AGES) if first <= age <= last)
+        name = AGES[index][0]
+        share = self._of_step.get(step, {}).get(name, self._mean.get(name))
+        if share is not None:
+            return share, True
+        younger = [self._mean[name] for name, _, _ in AGES[:index] if name in self._mean]
+        return (younger[-1] if younger else None), False
+
+
+class GroupLength(NamedTuple):
+    """The length of the responses of a group."""
+
+    tokens: int
+    """Response tokens of the group."""
+    cut_off: int
+    """Responses that were cut off at `rollout.max_response_tokens`; 0 where it was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +98,10 @@ class RecordedStep:
     fresh: Sequence[GroupSummary]
     """The unfiltered fresh groups, in the order in which their prompts were drawn."""
     reevaluated: Sequence[GroupSummary]
-    tokens: Mapping[int, int]
-    """Response tokens of each group, by its id."""
+    lengths: Mapping[int, GroupLength]
+    """The length of each group's responses, by its id."""
+    positions: Mapping[str, int]
+    """Position in the dataset of each prompt, by its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +135,18 @@ class BackTestResult:
     """Responses that the rule asks for: fresh ones and re-evaluations."""
     tokens: int
     """Response tokens of the groups in the batches."""
+    replay_ess: float | None
+    """Estimated effective share of the tokens of replayed groups, by the ages of their policies
+    (`EffectiveShares`): sum n / sum (n / s) over the groups, with n tokens of the effective share
+    s. That is the share of all tokens together if the mean ratio of each group is 1. None without
+    replayed groups whose share is known."""
+    replay_ess_measured: float
+    """Share of the tokens of replayed groups whose age was measured."""
+    cut_off: float
+    """Share of the responses that were cut off at `rollout.max_response_tokens`."""
+    without_loss: float
+    """Share of the responses that have no loss: those that were cut off, if `loss.mask_truncated`
+    is set."""
     missing: int
     """Re-evaluations that the rule asks for and the run did not make."""
     missing_promoted: float
@@ -80,19 +156,27 @@ class BackTestResult:
 class BackTest:
     """Applies the data rules of a configuration to recorded steps, which are added in order."""
 
-    def __init__(self, config: RunConfig, *, first: int = 1) -> None:
-        """first: first step that the result counts; steps before it fill the buffers.
+    def __init__(
+        self, config: RunConfig, *, first: int = 1, shares: EffectiveShares | None = None
+    ) -> None:
+        """Initialises it before the first step of a run.
+
+        first: first step that the result counts; steps before it fill the buffers. shares: of the
+        tokens of each age; without, `replay_ess` is None.
 
         Raises `ConfigError` for rules that need more than the summaries of groups.
         """
         refuse_unanswerable(config)
         self._config, self._first = config, first
+        self._shares = shares or EffectiveShares({})
         self._rule = get_batch_rule(config.batch.rule)
         self._buffers: dict[BufferName, list[GroupSummary]] = {"hard": [], "high_quality": []}
         self._r_tot: float | None = None
         self._trained: set[int] = set()  # ids in B_high that a batch has had
+        self._lengths: dict[int, GroupLength] = {}  # of the groups of a step, and in B_high
         self._posterior: dict[str, tuple[int, int]] = {}  # successes and attempts by prompt
         self._sums: Counter[str] = Counter()
+        self._inverse = 0.0  # sum n / s over replayed groups
 
     def add(self, recorded: RecordedStep) -> TrainingBatch:
         """Composes the batch of the step after the last one, settles the buffers, counts both."""
@@ -112,6 +196,7 @@ class BackTest:
         )
         composition = self._rule.compose(config, state)
         batch = composition.batch
+        self._lengths.update(recorded.lengths)
         if step >= self._first:
             missing = [entry for entry in drawn if entry.prompt_uid not in found]
             self._count(recorded, batch, drawn, missing)
@@ -147,7 +232,9 @@ class BackTest:
                 "trained_before": sum(group.group_id in self._trained for group in replayed),
                 "duplicates": sum(count - 1 for count in prompts.values()),
                 "rollouts": sum(group.size for group in recorded.fresh) + size * len(drawn),
-                "tokens": sum(recorded.tokens.get(group.group_id, 0) for group in groups),
+                "tokens": sum(self._lengths[group.group_id].tokens for group in groups),
+                "responses": sum(group.size for group in groups),
+                "cut_off": sum(self._lengths[group.group_id].cut_off for group in groups),
                 "missing": len(missing),
                 "missing_promoted": sum(
                     estimate_promotion(self._config, entry, *self._posterior[entry.prompt_uid])
@@ -155,12 +242,23 @@ class BackTest:
                 ),
             }
         )
+        for group in replayed:
+            tokens = self._lengths[group.group_id].tokens
+            share, measured = self._shares.of_age(
+                recorded.step, recorded.step - group.policy_version
+            )
+            self._sums["replayed_tokens"] += tokens
+            if share:  # It is 0 if all ratios underflowed.
+                self._sums["ess_tokens"] += tokens
+                self._inverse += tokens / share
+            self._sums["measured_tokens"] += tokens * measured
 
     def _learn(self, recorded: RecordedStep, batch: TrainingBatch) -> None:
         """Remembers what later steps are counted by: groups in batches, and results of prompts."""
         kept = {entry.group_id for entry in self._buffers["high_quality"]}
         self._trained |= {member.group.group_id for member in batch.members}
         self._trained &= kept
+        self._lengths = {key: value for key, value in self._lengths.items() if key in kept}
         for group in (*recorded.fresh, *recorded.reevaluated):
             successes, attempts = self._posterior.get(group.prompt_uid, (0, 0))
             self._posterior[group.prompt_uid] = (successes + group.correct, attempts + group.size)
@@ -170,6 +268,7 @@ class BackTest:
         sums: Mapping[str, Any] = self._sums
         groups, replayed = max(1, sums["groups"]), max(1, sums["replayed"])
         steps = max(1, sums["steps"])
+        cut_off = sums["cut_off"] / max(1, sums["responses"])
         return BackTestResult(
             steps=sums["steps"],
             groups=sums["groups"],
@@ -186,6 +285,10 @@ class BackTest:
             duplicates=sums["duplicates"],
             rollouts=sums["rollouts"],
             tokens=sums["tokens"],
+            replay_ess=(sums["ess_tokens"] / self._inverse if self._inverse else None),
+            replay_ess_measured=sums["measured_tokens"] / max(1, sums["replayed_tokens"]),
+            cut_off=cut_off,
+            without_loss=cut_off if self._config.loss.mask_truncated else 0.0,
             missing=sums["missing"],
             missing_promoted=float(sums["missing_promoted"]),
         )
@@ -207,42 +310,65 @@ def estimate_promotion(
         new = GroupSummary(0, entry.prompt_uid, entry.step, correct, size)
         if promoted(entry, new, rule=settings.rule, c1=settings.c1):
             log_choices = lgamma(size + 1) - lgamma(correct + 1) - lgamma(size - correct + 1)
-            log_ratio = _log_beta(a + correct, b + size - correct) - _log_beta(a, b)
+            log_ratio = log_beta(a + correct, b + size - correct) - log_beta(a, b)
             total += exp(log_choices + log_ratio)
     return total
 
 
-def _log_beta(a: float, b: float) -> float:
+def log_beta(a: float, b: float) -> float:
+    """Returns the logarithm of the beta function B(a, b)."""
     return lgamma(a) + lgamma(b) - lgamma(a + b)
 
 
 def refuse_unanswerable(config: RunConfig) -> None:
     """Raises `ConfigError` if batches depend on more than the summaries of groups."""
+    run = f"the run {config.name!r} cannot be back-tested"
     if config.response_replay.groups != "off":
         raise ConfigError(
             f"response_replay.groups is {config.response_replay.groups}: batches have single "
-            "responses of earlier steps, and a back-test knows whole groups alone"
+            f"responses of earlier steps, and a back-test knows whole groups alone, so {run}"
         )
     if config.demonstrations.enabled:
         raise ConfigError(
             "demonstrations are in use: batches have demonstrations of some prompts, and a "
-            "back-test knows the model's own groups alone"
+            f"back-test knows the model's own groups alone, so {run}"
         )
 
 
 def refuse_other_rollouts(recorded: RunConfig, rules: RunConfig, where: str) -> None:
-    """Raises `ConfigError` if rules change keys that the recorded groups depend on."""
+    """Raises `ConfigError` if rules change keys that a back-test cannot answer.
+
+    A sampler is tested by itself: batches of prompts that were not rolled out cannot be composed.
+    """
     before, after = (flatten(config.model_dump(mode="json")) for config in (recorded, rules))
-    changed = [
-        f"{key}={after.get(key)}"
+    values = {
+        key: f"{key}={after.get(key)}"
         for key in sorted({*before, *after})
-        if before.get(key) != after.get(key)
-        and not {key, key.split(".")[0]} & {*ANSWERABLE, "name"}
-    ]
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        if before.get(key) != after.get(key) and key != "name"
+    }
+    sections = {key: key.split(".")[0] for key in values}
+    irrelevant = [values[key] for key in values if sections[key] in NO_BATCH_DEPENDS_ON]
+    if irrelevant:
         raise ConfigError(
-            f"{where}: {', '.join(changed[:3])}{more}: the run {recorded.name!r} has no rollouts "
-            f"of such a policy; a back-test can change {', '.join(ANSWERABLE)}, and `bapo compare` "
+            f"{where}: {_join(irrelevant)}: no batch depends on it, so a back-test shows nothing "
+            "of it; leave it out"
+        )
+    others = [values[key] for key in values if not {key, sections[key]} & {*ANSWERABLE, "sampler"}]
+    if others:
+        raise ConfigError(
+            f"{where}: {_join(others)}: the run {recorded.name!r} has no rollouts of such a "
+            f"policy; a back-test can change sampler, {', '.join(ANSWERABLE)}, and `bapo compare` "
             "trains with anything else"
         )
+    rules_of_data = [values[key] for key in values if sections[key] != "sampler"]
+    if len(rules_of_data) < len(values) and rules_of_data:
+        raise ConfigError(
+            f"{where}: {_join(rules_of_data)} beside a sampler: most prompts that another sampler "
+            "draws were not rolled out, so there are no batches to compose; give the sampler a "
+            "label of its own"
+        )
+
+
+def _join(values: Sequence[str]) -> str:
+    more = f" and {len(values) - 3} more" if len(values) > 3 else ""
+    return f"{', '.join(values[:3])}{more}"

@@ -11,6 +11,16 @@ from typing import Literal
 
 NORMAL_QUANTILE = 1.959964
 """97.5% quantile of the normal distribution, which makes two-sided intervals of 95%."""
+AGES = (
+    ("0", 0, 0),
+    ("1", 1, 1),
+    ("2", 2, 2),
+    ("3_4", 3, 4),
+    ("5_9", 5, 9),
+    ("10_up", 10, 1 << 62),
+)
+"""Names of the ages by which a step's metrics report divergence, from the youngest on, with the
+first and the last age of each: steps between the policy that sampled a response and the step."""
 
 
 @dataclass(frozen=True, slots=True)

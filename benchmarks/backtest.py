@@ -60,6 +60,8 @@ def stream(first: int, steps: int) -> bytes:
             "highest_reward": (correct > 0).astype(float),
             "kind": ["fresh"] * count,
             "tokens": np.full(count, 4_000),
+            "cut_off": np.zeros(count, np.int32),
+            "position": prompts,
         }
     )
     sink = pa.BufferOutputStream()

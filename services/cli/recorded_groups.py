@@ -6,40 +6,29 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from bapo_core.backtest import (
     BackTest,
-    BackTestResult,
+    EffectiveShares,
+    GroupLength,
     RecordedStep,
     refuse_other_rollouts,
     refuse_unanswerable,
 )
 from bapo_core.config import ConfigError, RunConfig, override_config
 from bapo_core.errors import BapoError
+from bapo_core.sampler_backtest import SamplerTest
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.variants import Variant
+from services.report.backtest_table import OWN_RULES, RunBackTest
 
-OWN_RULES = "own rules"
-"""Label of the rules that a run was recorded with."""
 GROUPS_AT_ONCE = 50_000
 """About as many groups are in memory at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunBackTest:
-    """The back-tests of one run."""
-
-    run: str
-    last_step: int
-    results: Mapping[str, BackTestResult]
-    """Results by the label of the rules; the run's own rules are the first."""
-    first_difference: int | None
-    """First step whose batch by the run's own rules is not the recorded one; None if all are."""
 
 
 def recorded_steps(client: BufferClient, config: RunConfig, last: int) -> Iterator[RecordedStep]:
@@ -51,41 +40,65 @@ def recorded_steps(client: BufferClient, config: RunConfig, last: int) -> Iterat
 
 def split_into_steps(content: bytes) -> Iterator[RecordedStep]:
     """Yields the steps of an Arrow stream of groups, as `BufferClient.groups_arrow` returns it."""
-    for step, of_step in groupby(_rows(content), key=lambda row: row[0].step):
-        groups = list(of_step)
+    for step, of_step in groupby(_rows(content), key=lambda row: row.group.step):
+        rows = list(of_step)
         yield RecordedStep(
             step=step,
-            fresh=[group for group, kind, _ in groups if kind == "fresh"],
-            reevaluated=[group for group, kind, _ in groups if kind == "reevaluation"],
-            tokens={group.group_id: tokens for group, _, tokens in groups},
+            fresh=[row.group for row in rows if row.kind == "fresh"],
+            reevaluated=[row.group for row in rows if row.kind == "reevaluation"],
+            lengths={row.group.group_id: row.length for row in rows},
+            positions={row.group.prompt_uid: row.position for row in rows},
         )
 
 
-def _rows(content: bytes) -> Iterator[tuple[GroupSummary, str, int]]:
+class _Row(NamedTuple):
+    """A recorded group of the stream."""
+
+    group: GroupSummary
+    kind: str
+    length: GroupLength
+    position: int
+    """Position of the group's prompt in the dataset."""
+
+
+def _rows(content: bytes) -> Iterator[_Row]:
     with pa.ipc.open_stream(io.BytesIO(content)) as reader:
         for batch in reader:
             columns = [column.to_pylist() for column in batch.columns]
-            for *summary, kind, tokens in zip(*columns, strict=True):
-                yield GroupSummary(*summary), kind, tokens
+            for *summary, kind, tokens, cut_off, position in zip(*columns, strict=True):
+                length = GroupLength(tokens, cut_off or 0)
+                yield _Row(GroupSummary(*summary), kind, length, position)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The configurations of a run under each set of rules, by label; the run's own comes first."""
+
+    data: Mapping[str, RunConfig]
+    """Of rules that change which groups are trained on; empty if all rules change the sampler."""
+    samplers: Mapping[str, RunConfig]
+    """Of rules that change which prompts are drawn; empty if there is none but the run's own."""
 
 
 def rules_of(
     config: RunConfig, stored: Mapping[str, Any], variants: Sequence[Variant], where: str
-) -> dict[str, RunConfig]:
-    """Returns the configurations of a run under each set of rules, its own first.
+) -> Rules:
+    """Returns the configurations of a run under each set of rules.
 
     Raises `ConfigError` for rules that recorded groups cannot answer, and for a label given twice.
     """
-    refuse_unanswerable(config)
-    rules = {OWN_RULES: config}
+    data, samplers = {OWN_RULES: config}, {OWN_RULES: config}
     for variant in variants:
         name = f"{where}: {variant.label}"
-        if variant.label in rules:
+        if variant.label in (data | samplers):
             raise ConfigError(f"{name}: the label is given twice; give each once")
         changed = override_config(stored, variant.values, where=name)
         refuse_other_rollouts(config, changed, name)
-        rules[variant.label] = changed
-    return rules
+        (data if changed.sampler == config.sampler else samplers)[variant.label] = changed
+    if len(samplers) > 1 and len(data) == 1:
+        return Rules({}, samplers)
+    refuse_unanswerable(config)
+    return Rules(data, samplers if len(samplers) > 1 else {})
 
 
 def back_test(
@@ -98,21 +111,48 @@ def back_test(
     """
     state = client.run_state()
     last = state.current_step if last is None else last
+    if state.current_step == 0:
+        raise BapoError(
+            f"run {client.run!r} has committed no step yet, so there are no groups to back-test; "
+            "repeat the command after its first commit"
+        )
     if not 1 <= first <= last <= state.current_step:
         raise BapoError(
             f"steps {first}:{last} of run {client.run!r} are not all committed; it has committed "
             f"{state.current_step}"
         )
     rules = rules_of(state.config, client.stored_config(), variants, where)
-    tests = {label: BackTest(config, first=first) for label, config in rules.items()}
+    shares = EffectiveShares({step.step: step.metrics for step in client.steps()})
+    tests = {
+        label: BackTest(config, first=first, shares=shares) for label, config in rules.data.items()
+    }
+    size = client.dataset(state.train_dataset).prompts
+    samplers = {
+        label: SamplerTest(config, size, first=first, where=f"{where}: {label}")
+        for label, config in rules.samplers.items()
+    }
     recorded = client.batches()
-    difference = None
+    difference = other_draw = None
     for step in recorded_steps(client, state.config, last):
         batches = {label: test.add(step) for label, test in tests.items()}
-        if difference is None and not is_recorded(batches[OWN_RULES], next(recorded)):
+        if tests and difference is None and not is_recorded(batches[OWN_RULES], next(recorded)):
             difference = step.step
-    results = {label: test.result() for label, test in tests.items()}
-    return RunBackTest(client.run, last, results, difference)
+        draws = {label: test.add(step) for label, test in samplers.items()}
+        if samplers and other_draw is None and not is_recorded_draw(draws[OWN_RULES], step):
+            other_draw = step.step
+    return RunBackTest(
+        run=client.run,
+        last_step=last,
+        results={label: test.result() for label, test in tests.items()},
+        samplers={label: test.result() for label, test in samplers.items()},
+        first_difference=difference,
+        first_other_draw=other_draw,
+    )
+
+
+def is_recorded_draw(positions: Sequence[int], step: RecordedStep) -> bool:
+    """Whether these are the positions of the prompts that the run rolled out at a step."""
+    return list(positions) == [step.positions[group.prompt_uid] for group in step.fresh]
 
 
 def is_recorded(batch: TrainingBatch, recorded: wire.BatchSummary) -> bool:

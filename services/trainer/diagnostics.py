@@ -16,6 +16,7 @@ from bapo_core.config import RunConfig
 from bapo_core.config.estimators import GroupAdvantageConfig
 from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.losses import clip_fraction
+from bapo_core.metrics import AGES
 from bapo_core.theory import (
     ImprovementTerm,
     improvement_constants,
@@ -30,15 +31,6 @@ from services.trainer.targets import Targets, TokenResults
 MAX_SEQUENCE_RATIO = 10.0
 """Cap of theta(y) / behaviour(y) of a response in the bound's surrogate, which without it is
 whatever the least likely response makes of it."""
-AGES = (
-    ("0", 0, 0),
-    ("1", 1, 1),
-    ("2", 2, 2),
-    ("3_4", 3, 4),
-    ("5_9", 5, 9),
-    ("10_up", 10, 1 << 62),
-)
-"""Names of the ages by which divergence is reported, with the first and the last age of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,13 @@ GROUP_SCHEMA = pa.schema(
         ("highest_reward", pa.float64()),
         ("kind", pa.string()),
         ("tokens", pa.int64()),
+        ("cut_off", pa.int32()),
+        ("position", pa.int64()),
     ]
 )
-"""The fields of a `GroupSummary` in their order, the group's kind, and its response tokens."""
+"""The fields of a `GroupSummary` in their order, the group's kind, its response tokens, the number
+of its responses that reached the largest number of tokens (null if it is not known), and the
+position of its prompt in the dataset."""
 
 
 class _Sink:
@@ -131,7 +135,13 @@ def groups_arrow(
     They are in the order of their step, their kind, and the drawing of their prompts.
     """
     statement = (
-        select(*SUMMARY_COLUMNS, RolloutGroup.kind, RolloutGroup.token_count)
+        select(
+            *SUMMARY_COLUMNS,
+            RolloutGroup.kind,
+            RolloutGroup.token_count,
+            RolloutGroup.cut_off,
+            PromptRow.position,
+        )
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
             RolloutGroup.run_id == run.id,

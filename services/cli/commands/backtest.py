@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 import click
 
-from bapo_core.backtest import BackTestResult
 from bapo_core.errors import BapoError
 from services.cli.echo import echo
 from services.cli.options import json_option
-from services.cli.recorded_groups import RunBackTest, back_test
+from services.cli.recorded_groups import back_test
 from services.cli.service import connect
 from services.cli.tables import table_console
 from services.cli.variants import parse_variant, read_variants
-
-CAVEAT = (
-    "The recorded policy answered: these figures say what a rule would have trained on, not what "
-    "it would have learned. How well they predict that has not been measured."
+from services.report.backtest_table import (
+    CAVEAT,
+    SAMPLER_CAVEAT,
+    RunBackTest,
+    Table,
+    data_table,
+    sampler_table,
 )
-COLUMNS: dict[str, Callable[[BackTestResult], tuple[float, str]]] = {
-    "fresh": lambda result: (result.fresh / result.steps, ".1f"),
-    "re-evaluated": lambda result: (result.reevaluated / result.steps, ".1f"),
-    "replayed": lambda result: (result.replayed / result.steps, ".1f"),
-    "full": lambda result: (result.fill, ".0%"),
-    "no signal": lambda result: (result.no_signal, ".1%"),
-    "signal": lambda result: (result.signal_per_step, ".2f"),
-    "policy age": lambda result: (result.policy_age, ".1f"),
-    "replay age": lambda result: (result.replay_age, ".1f"),
-    "trained before": lambda result: (result.trained_before, ".0%"),
-    "rollouts": lambda result: (result.rollouts / result.steps, ".0f"),
-    "missing": lambda result: (result.missing / result.steps, ".1f"),
-    "of these promoted": lambda result: (result.missing_promoted / result.steps, ".1f"),
-}
-"""Values of the table by heading, and how each is printed; counts are per step."""
 
 
 @click.command
@@ -61,7 +45,11 @@ COLUMNS: dict[str, Callable[[BackTestResult], tuple[float, str]]] = {
 )
 @json_option
 def backtest(
-    runs: Sequence[str], file: str | None, texts: Sequence[str], steps: str | None, as_json: bool
+    runs: Sequence[str],
+    file: str | None,
+    texts: Sequence[str],
+    steps: str | None,
+    as_json: bool,
 ) -> None:
     """Apply other data rules to the groups of recorded runs.
 
@@ -72,6 +60,9 @@ def backtest(
     batch. Re-evaluations that a rule asks for and the run did not make are missing from its
     batches, and the last column estimates how many would have been promoted, from all responses to
     their prompts so far.
+
+    Rules of the section sampler have a table of their own: which prompts the sampler would have
+    drawn, how many of them the run rolled out, and an estimate of the others.
 
     \b
     Examples:
@@ -88,18 +79,31 @@ def backtest(
     first, last = parse_steps(steps)
     where = file or "--rule"
     found = [back_test(connect(run), variants, first=first, last=last, where=where) for run in runs]
+    refuse_different_tables(found)
     for test in found:
-        if test.first_difference is not None:
-            echo(
-                f"{test.run}: the batch of step {test.first_difference} by the run's own rules is "
-                "not the recorded one, so another version of the rules composed it",
-                err=True,
-            )
+        for warning in test.warnings():
+            echo(warning, err=True)
     if as_json:
-        echo(json.dumps([_values(test) for test in found], indent=2))
+        echo(json.dumps([test.as_json() for test in found], indent=2))
         return
     echo(CAVEAT)
-    _print_table(found)
+    if found[0].results:
+        _print_table(data_table(found))
+    if found[0].samplers:
+        echo(SAMPLER_CAVEAT)
+        _print_table(sampler_table(found))
+
+
+def refuse_different_tables(found: Sequence[RunBackTest]) -> None:
+    """Raises `BapoError` if a rule changes the sampler of one run, and not of another one."""
+    first = found[0]
+    for test in found[1:]:
+        for label in {*first.samplers} ^ {*test.samplers}:
+            one, other = (first, test) if label in first.samplers else (test, first)
+            raise BapoError(
+                f"{label}: the rule changes the sampler of run {one.run!r}, and not of run "
+                f"{other.run!r}, so there is no mean over them; back-test these runs one by one"
+            )
 
 
 def parse_steps(text: str | None) -> tuple[int, int | None]:
@@ -115,26 +119,12 @@ def parse_steps(text: str | None) -> tuple[int, int | None]:
     return int(first or 1), int(last) if last else None
 
 
-def _values(test: RunBackTest) -> dict[str, Any]:
-    return {
-        "run": test.run,
-        "last_step": test.last_step,
-        "reproduces_recorded_batches": test.first_difference is None,
-        "first_difference": test.first_difference,
-        "rules": {label: asdict(result) for label, result in test.results.items()},
-    }
+def _print_table(table: Table) -> None:
+    from rich.table import Table as RichTable
 
-
-def _print_table(found: Sequence[RunBackTest]) -> None:
-    from rich.table import Table
-
-    table = Table("rules", box=None, header_style="bold", pad_edge=False)
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for label in found[0].results:
-        cells = []
-        for column in COLUMNS.values():
-            values = [column(test.results[label]) for test in found]
-            cells.append(format(statistics.fmean(value for value, _ in values), values[0][1]))
-        table.add_row(label, *cells)
-    table_console().print(table)
+    shown = RichTable("rules", box=None, header_style="bold", pad_edge=False)
+    for heading in table.headings:
+        shown.add_column(heading, justify="right")
+    for label, cells in table.rows.items():
+        shown.add_row(label, *cells)
+    table_console().print(shown)

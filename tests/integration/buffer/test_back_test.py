@@ -13,10 +13,13 @@ from click.testing import CliRunner, Result
 from bapo_core.backtest import BackTest
 from bapo_core.config import ConfigError
 from bapo_core.errors import BapoError
+from bapo_core.sampler_backtest import SamplerTest
 from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import ManifestMember
 from services.cli.main import bapo
-from services.cli.recorded_groups import OWN_RULES, back_test, recorded_steps
+from services.cli.recorded_groups import back_test, is_recorded_draw, recorded_steps
 from services.cli.variants import Variant, read_variants
+from services.report.backtest_table import OWN_RULES
 from services.stack.stack import Endpoints
 from tests.integration.support.driver import WINDOW, Driver, small_config
 
@@ -45,6 +48,11 @@ def recorded_run(stack: Endpoints, name: str, rules: dict[str, Any]) -> Driver:
     for step in range(1, STEPS + 1):
         driver.run_step(step)
     return driver
+
+
+def members_of_batches(driver: Driver) -> list[ManifestMember]:
+    steps = range(1, STEPS + 1)
+    return [member for step in steps for member in driver.client.recorded_batch(step).members]
 
 
 def recorded_members(driver: Driver) -> list[list[Member]]:
@@ -80,6 +88,7 @@ def test_the_rules_of_a_run_compose_its_recorded_batches(
     for source in ("fresh", "reevaluated", "replayed"):
         assert getattr(result, source) == sum(batch.counts[source] for batch in batches)
     assert result.rollouts == sum(step.rollouts for step in driver.client.steps())
+    assert result.tokens == sum(member.tokens for member in members_of_batches(driver))
     assert result.missing == 0
 
 
@@ -111,6 +120,53 @@ def test_re_evaluations_that_were_not_made_are_missing_and_estimated(stack: Endp
     assert other.rollouts == own.rollouts + 4 * other.missing
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"kind": "uniform"},
+        {"kind": "mopps", "candidates": 2, "decay": 0.5},
+        {"kind": "mopps", "candidates": 2, "posterior_as_of": "step"},
+        {"kind": "dots", "candidates": 2, "half_life": 3},
+        {"kind": "exgrpo", "revisit_above": 0.1},
+    ],
+    ids=lambda sampler: "-".join(map(str, sampler.values())),
+)
+def test_the_sampler_of_a_run_draws_its_recorded_prompts(
+    stack: Endpoints, sampler: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = f"back-test-{request.node.callspec.id}".replace(".", "")
+    driver = recorded_run(stack, name, {"sampler": sampler, "reevaluate": {"enabled": False}})
+    other = {"kind": "mopps" if sampler["kind"] != "mopps" else "dots", "candidates": 3}
+    rules = Variant("other", {"sampler": other})
+    found = back_test(driver.client, [rules], first=1, last=None, where="rules")
+    assert found.first_other_draw is None
+    assert found.results == {}
+    own, tested = found.samplers[OWN_RULES], found.samplers["other"]
+    assert (own.recorded, own.drawn) == (STEPS * 8, STEPS * 8)
+    assert 0 < tested.recorded < tested.drawn == STEPS * 8
+    steps = driver.client.steps()
+    mean = sum(sum(k * n for k, n in enumerate(step.bins)) for step in steps) / (STEPS * 8 * 4)
+    assert own.accuracy == own.recorded_accuracy == pytest.approx(mean)
+
+
+def test_another_sampler_draws_what_a_run_with_it_draws_before_the_first_results(
+    stack: Endpoints,
+) -> None:
+    sampler, sync = {"kind": "mopps", "candidates": 2}, {"every": 4, "reevaluate_every": 4}
+    one = recorded_run(stack, "back-test-other-sampler-from", {"sync": sync})
+    two = recorded_run(stack, "back-test-other-sampler-to", {"sync": sync, "sampler": sampler})
+    config = one.config.model_copy(update={"sampler": two.config.sampler})
+    test = SamplerTest(config, one.client.dataset(one.client.run_state().train_dataset).prompts)
+    steps = zip(
+        recorded_steps(one.client, one.config, STEPS),
+        recorded_steps(two.client, two.config, STEPS),
+        strict=True,
+    )
+    drawn = [is_recorded_draw(test.add(uniform), mopps) for uniform, mopps in steps]
+    assert drawn[:3] == [True, True, True]  # The sync of step 4 brings the first results.
+    assert not all(drawn)
+
+
 def test_rules_that_need_other_rollouts_are_refused(stack: Endpoints) -> None:
     driver = recorded_run(stack, "back-test-refused", {})
 
@@ -123,6 +179,12 @@ def test_rules_that_need_other_rollouts_are_refused(stack: Endpoints) -> None:
         test({"seed": 9})
     with pytest.raises(ConfigError, match=r"reevaluate.c2"):
         test({"reevaluate": {"c2": 0.5}})
+    with pytest.raises(ConfigError, match=r"evaluation.every=2: no batch depends on it"):
+        test({"evaluation": {"every": 2}})
+    with pytest.raises(ConfigError, match=r"replay.select=off .*give the sampler a label of its"):
+        test({"sampler": {"kind": "mopps", "candidates": 2}, "replay": {"select": "off"}})
+    with pytest.raises(ConfigError, match=r"mine: task.train_prompts is 24 but one step may draw"):
+        test({"sampler": {"kind": "mopps"}})
     with pytest.raises(BapoError, match=r"steps 1:9 .* not all committed; it has committed 8"):
         back_test(driver.client, [], first=1, last=9, where="rules")
 
@@ -198,6 +260,12 @@ def test_a_batch_that_other_rules_composed_is_found(stack: Endpoints) -> None:
     result = invoke(stack, driver.config.name, "--rule", "none: replay.select=off")
     assert result.exit_code == 0
     assert "the batch of step 4 by the run's own rules is not the recorded one" in result.stderr
+
+
+def test_a_run_without_a_committed_step_is_explained(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("back-test-no-step"))
+    with pytest.raises(BapoError, match=r"'back-test-no-step' has committed no step yet"):
+        back_test(driver.client, [], first=1, last=None, where="rules")
 
 
 def test_runs_whose_batches_have_single_responses_are_refused(stack: Endpoints) -> None:
