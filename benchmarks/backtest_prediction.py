@@ -33,9 +33,10 @@ from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.cli.commands.compare import train_and_compare
 from services.cli.console import plain_console
-from services.cli.recorded_groups import OWN_RULES, back_test
+from services.cli.recorded_groups import back_test
 from services.cli.variants import PlannedRun, Variant, plan_runs
 from services.common.process import stop_on_signals
+from services.report.backtest_table import OWN_RULES
 from services.report.comparison import COSTS, RunResult
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_or_start_stack
@@ -93,14 +94,19 @@ FIGURES: dict[str, Callable[[Mapping[str, float]], float]] = {
 """Figures of a back-test by name. The first one was chosen before any run: the size of the policy
 gradient of a prompt is bounded by its mu (1 - mu)."""
 
-Table = NDArray[np.float64]
-"""Values of shape (seeds, rule sets)."""
+Values = NDArray[np.float64]
+"""A value for each rule set."""
+BySeed = Mapping[int, Values]
 
 
 def planned_runs() -> list[PlannedRun]:
-    """Returns the runs, all rule sets with the first seed first."""
+    """Returns the runs: those of the default rules, then the others with the first seed first.
+
+    After the first seed, its training can be compared with the back-tests of the other seeds.
+    """
     overrides = [f"{key}={value}" for key, value in SETTINGS.items()]
-    return plan_runs(FILE, overrides, [Variant(*each) for each in RULES.items()], SEEDS)
+    runs = plan_runs(FILE, overrides, [Variant(*each) for each in RULES.items()], SEEDS)
+    return sorted(runs, key=lambda planned: planned.label != OWN_RULES)
 
 
 def train(
@@ -146,15 +152,15 @@ def accuracies_at(runs: Sequence[Mapping[str, Any]], cost: str) -> dict[tuple[in
     return {key: curve.mean_at(costs) for key, curve in curves.items()}
 
 
-def ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def ranks(values: Values) -> Values:
     """Returns the ranks of values, from 0 on; equal values share the mean of their ranks."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
-    shared: NDArray[np.float64] = (ends - (counts + 1) / 2)[group]
+    shared: Values = (ends - (counts + 1) / 2)[group]
     return shared
 
 
-def spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+def spearman(first: Values, second: Values) -> float:
     """Returns the rank correlation; 0 if all values of a side are equal, which orders nothing."""
     one, other = ranks(first), ranks(second)
     if np.ptp(one) == 0 or np.ptp(other) == 0:
@@ -162,95 +168,109 @@ def spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
     return float(np.corrcoef(one, other)[0, 1])
 
 
-def predict_others(figures: Table, trained: Table, seeds: Sequence[int]) -> float:
-    """Returns the mean rank correlation of figures with the training with other seeds.
-
-    seeds: rows to take, which may repeat; a row is compared with the mean of the rows of `trained`
-    that are of other seeds.
-    """
-    found = [
-        spearman(figures[seed], trained[[other for other in seeds if other != seed]].mean(axis=0))
-        for seed in seeds
-        if any(other != seed for other in seeds)
-    ]
-    return statistics.fmean(found)
+Measure = Callable[[BySeed, BySeed, Sequence[int]], float | None]
+"""Compares figures with training over some seeds, which may repeat; None if these have nothing to
+compare."""
 
 
-def correlate(
-    figures: Table, trained: Table, measure: Callable[[Table, Table, Sequence[int]], float]
-) -> dict[str, float]:
-    """Returns a rank correlation with its bootstrap interval, over seeds and rule sets."""
+def predict_others(figures: BySeed, trained: BySeed, seeds: Sequence[int]) -> float | None:
+    """Returns the mean rank correlation of the figures of a seed with the training of the others,
+    on average over them."""
+    found = []
+    for seed in seeds:
+        others = [trained[other] for other in seeds if other != seed and other in trained]
+        if seed in figures and others:
+            found.append(spearman(figures[seed], np.mean(others, axis=0)))
+    return statistics.fmean(found) if found else None
+
+
+def predict_same(figures: BySeed, trained: BySeed, seeds: Sequence[int]) -> float | None:
+    """Returns the mean rank correlation of the figures of a seed with its own training."""
+    both = [seed for seed in seeds if seed in figures and seed in trained]
+    if not both:
+        return None
+    return statistics.fmean(spearman(figures[seed], trained[seed]) for seed in both)
+
+
+def correlate(figures: BySeed, trained: BySeed, measure: Measure) -> dict[str, float] | None:
+    """Returns a rank correlation with its bootstrap interval, over seeds and rule sets; None if
+    nothing can be compared yet."""
+    seeds = sorted({*figures, *trained})
+    value = measure(figures, trained, seeds)
+    if value is None:
+        return None
     draw = np.random.default_rng(0)
-    seeds, rules = trained.shape
+    rules = len(next(iter(trained.values())))
     values: list[float] = []
     while len(values) < RESAMPLES:
-        of_seeds = draw.integers(seeds, size=(seeds,)).tolist()
-        if len(set(of_seeds)) == 1:
-            continue  # There is no other seed to predict.
         of_rules = draw.integers(rules, size=(rules,))
-        values.append(measure(figures[:, of_rules], trained[:, of_rules], of_seeds))
+        one, other = (
+            {seed: row[of_rules] for seed, row in table.items()} for table in (figures, trained)
+        )
+        resampled = measure(one, other, draw.choice(seeds, len(seeds)).tolist())
+        if resampled is not None:  # It is None if a single seed is drawn, and there is no other.
+            values.append(resampled)
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(values, (tail, 1 - tail))
-    value = measure(figures, trained, list(range(seeds)))
     return {"value": value, "low": float(low), "high": float(high)}
 
 
-def of_same_seed(figures: Table, trained: Table, seeds: Sequence[int]) -> float:
-    """Returns the mean rank correlation of figures with the training of the same seed."""
-    return statistics.fmean(spearman(figures[seed], trained[seed]) for seed in seeds)
-
-
-def decided_pairs(labels: Sequence[str], figures: Table, trained: Table) -> dict[str, int]:
+def decided_pairs(labels: Sequence[str], figures: BySeed, trained: BySeed) -> dict[str, int]:
     """Returns how many pairs of rule sets training decides (Tukey's test, 95% for all together),
     and in how many of them the better one has the larger mean figure."""
     observations = [
-        Observation(label, seed, float(trained[seed, column]))
-        for column, label in enumerate(labels)
-        for seed in range(len(trained))
+        Observation(label, seed, float(value))
+        for seed, row in trained.items()
+        for label, value in zip(labels, row, strict=True)
     ]
     resolution = resolve(observations)
     if resolution is None:
         return {"decided": 0, "ordered_as_trained": 0}
-    mean = dict(zip(labels, figures.mean(axis=0), strict=True))
+    mean = dict(zip(labels, np.mean(list(figures.values()), axis=0), strict=True))
     pairs = [
         (better, worse)
         for better in labels
         for worse in labels
         if better != worse and resolution.is_ahead(better, worse)
     ]
-    agree = sum(mean[better] > mean[worse] for better, worse in pairs)
+    agree = sum(bool(mean[better] > mean[worse]) for better, worse in pairs)
     return {"decided": len(pairs), "ordered_as_trained": agree}
 
 
 def analyse(
     runs: Sequence[Mapping[str, Any]], back_tests: Mapping[str, Mapping[str, Mapping[str, float]]]
 ) -> dict[str, Any]:
-    """Returns the rank correlations of all figures, over the seeds that are trained completely."""
+    """Returns the rank correlations of all figures with the seeds that are trained completely."""
     labels = list(RULES)
-    trained_labels = {seed: {run["rules"] for run in runs if run["seed"] == seed} for seed in SEEDS}
-    seeds = [seed for seed in SEEDS if trained_labels[seed] == set(labels)]
-    result: dict[str, Any] = {"seeds": seeds, "rule_sets": len(labels)}
-    if len(seeds) < 2:
+    labels_of = {seed: {run["rules"] for run in runs if run["seed"] == seed} for seed in SEEDS}
+    seeds = [seed for seed in SEEDS if labels_of[seed] == set(labels)]
+    result: dict[str, Any] = {
+        "trained_seeds": seeds,
+        "back_tested_seeds": [int(seed) for seed in back_tests],
+        "rule_sets": len(labels),
+    }
+    if not seeds:
         return result
     complete = [run for run in runs if run["seed"] in seeds]
-    tables = {
-        name: np.array([[of(back_tests[str(seed)][label]) for label in labels] for seed in seeds])
-        for name, of in FIGURES.items()
-    }
     for cost in ("steps", "rollouts"):
         by_run = accuracies_at(complete, cost)
-        trained = np.array([[by_run[seed, label] for label in labels] for seed in seeds])
+        trained = {seed: np.array([by_run[seed, label] for label in labels]) for seed in seeds}
+        compared: dict[str, Any] = {}
+        for name, of in FIGURES.items():
+            figures = {
+                int(seed): np.array([of(tests[label]) for label in labels], float)
+                for seed, tests in back_tests.items()
+            }
+            compared[name] = {
+                "other_seeds": correlate(figures, trained, predict_others),
+                "same_seed": correlate(figures, trained, predict_same),
+                **decided_pairs(labels, figures, trained),
+            }
+        mean = np.mean(list(trained.values()), axis=0)
         result[f"at_equal_{cost}"] = {
-            "accuracy": dict(zip(labels, trained.mean(axis=0).tolist(), strict=True)),
+            "accuracy": dict(zip(labels, mean.tolist(), strict=True)),
             "noise_ceiling": correlate(trained, trained, predict_others),
-            "figures": {
-                name: {
-                    "other_seeds": correlate(table, trained, predict_others),
-                    "same_seed": correlate(table, trained, of_same_seed),
-                    **decided_pairs(labels, table, trained),
-                }
-                for name, table in tables.items()
-            },
+            "figures": compared,
         }
     return result
 
@@ -274,7 +294,7 @@ def main() -> None:
         result["runs"].append(read_run(client, planned))
         if planned.label == OWN_RULES:
             result["back_tests"][str(planned.config.seed)] = read_back_tests(client)
-        if len(finished) % len(RULES) == 0:
+        if planned.label in (OWN_RULES, list(RULES)[-1]):  # A back-test, or a complete seed.
             result["analysis"] = analyse(result["runs"], result["back_tests"])
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

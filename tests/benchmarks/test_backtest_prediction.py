@@ -23,6 +23,7 @@ from benchmarks.backtest_prediction import (
     predict_others,
     spearman,
 )
+from services.report.backtest_table import OWN_RULES
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +60,12 @@ def test_the_rank_correlation_is_spearmans(
 
 
 def test_a_figure_is_compared_with_the_training_of_other_seeds_alone() -> None:
-    figures = np.array([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
-    assert predict_others(figures, figures, [0, 1]) == -1.0
-    assert predict_others(figures, figures[::-1], [0, 1]) == 1.0
+    rising, falling = np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0])
+    figures = {1: rising, 2: falling}
+    assert predict_others(figures, {1: rising, 2: falling}, [1, 2]) == -1.0
+    assert predict_others(figures, {1: falling, 2: rising}, [1, 2]) == 1.0
+    assert predict_others(figures, {1: rising}, [1, 2]) == -1.0
+    assert predict_others({1: rising}, {1: rising}, [1]) is None
 
 
 def test_figures_that_order_the_rules_as_training_did_have_a_rank_correlation_of_1() -> None:
@@ -71,7 +75,7 @@ def test_figures_that_order_the_rules_as_training_did_have_a_rank_correlation_of
         for seed in SEEDS
     }
     found = analyse(runs, tests)
-    assert (found["seeds"], found["rule_sets"]) == (list(SEEDS), len(RULES))
+    assert (found["trained_seeds"], found["rule_sets"]) == (list(SEEDS), len(RULES))
     for cost in ("at_equal_steps", "at_equal_rollouts"):
         assert found[cost]["noise_ceiling"]["value"] == pytest.approx(1.0)
         assert found[cost]["figures"]["signal"]["other_seeds"]["value"] == pytest.approx(1.0)
@@ -81,22 +85,33 @@ def test_figures_that_order_the_rules_as_training_did_have_a_rank_correlation_of
 def test_seeds_that_are_not_trained_completely_are_left_out() -> None:
     runs = [run(label, seed, quality) for seed in SEEDS for label, quality in QUALITY.items()]
     tests = {str(seed): {label: back_test(1.0) for label in RULES} for seed in SEEDS}
-    assert analyse(runs[:-1], tests)["seeds"] == list(SEEDS[:2])
-    one = analyse(runs[: len(RULES) + 1], tests)
-    assert one == {"seeds": [SEEDS[0]], "rule_sets": len(RULES)}
+    assert analyse(runs[:-1], tests)["trained_seeds"] == list(SEEDS[:2])
+    assert "at_equal_steps" not in analyse(runs[: len(RULES) - 1], tests)
+
+
+def test_one_trained_seed_is_compared_with_the_back_tests_of_others_without_a_ceiling() -> None:
+    runs = [run(label, 1, quality) for label, quality in QUALITY.items()]
+    tests = {"2": {label: back_test(quality) for label, quality in QUALITY.items()}}
+    found = analyse(runs, tests)["at_equal_steps"]
+    assert found["noise_ceiling"] is None
+    assert found["figures"]["signal"]["same_seed"] is None
+    assert found["figures"]["signal"]["other_seeds"]["value"] == pytest.approx(1.0)
 
 
 def test_unrelated_figures_have_an_interval_that_includes_0() -> None:
     draw = np.random.default_rng(1)
-    trained, figures = draw.random((3, 16)), draw.random((3, 16))
+    trained = {seed: draw.random(16) for seed in SEEDS}
+    figures = {seed: draw.random(16) for seed in SEEDS}
     found = correlate(figures, trained, predict_others)
+    assert found is not None
     assert found["low"] < 0 < found["high"]
     assert found["low"] <= found["value"] <= found["high"]
 
 
 def test_pairs_that_training_decides_are_counted_by_the_order_of_the_figure() -> None:
-    trained = np.array([[0.1, 0.5, 0.9], [0.11, 0.5, 0.9], [0.1, 0.51, 0.9]])
-    figures = np.array([[1.0, 3.0, 2.0]] * 3)
+    rows = [[0.1, 0.5, 0.9], [0.11, 0.5, 0.9], [0.1, 0.51, 0.9]]
+    trained = {seed: np.array(row) for seed, row in zip(SEEDS, rows, strict=True)}
+    figures = {seed: np.array([1.0, 3.0, 2.0]) for seed in SEEDS}
     assert decided_pairs(["a", "b", "c"], figures, trained) == {
         "decided": 3,
         "ordered_as_trained": 2,
@@ -107,5 +122,7 @@ def test_every_rule_set_is_trained_with_every_seed() -> None:
     runs = planned_runs()
     assert Counter(planned.label for planned in runs) == dict.fromkeys(RULES, len(SEEDS))
     assert len({planned.config.name for planned in runs}) == len(runs)
+    assert {planned.label for planned in runs[: len(SEEDS)]} == {OWN_RULES}
+    assert [planned.config.seed for planned in runs if planned.label == OWN_RULES] == list(SEEDS)
     assert len(RULES) > 12
     assert next(iter(FIGURES)) == "signal"
