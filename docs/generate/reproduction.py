@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from services.reproduction.declarations import Declaration, PaperNumbers, read_items
+from services.reproduction.declarations import (
+    SIZES,
+    Declaration,
+    PaperNumbers,
+    Size,
+    read_items,
+)
 from services.reproduction.listing import STATES, describe_needs, describe_small
 from services.reproduction.plans import plan_runs, total_minutes
 from services.reproduction.records import RESULTS
@@ -36,7 +42,7 @@ make reproduce-small              # everything: {runs} runs, about {hours} h on 
 **Small size** trains models of 0.85 M parameters, mostly on the [task for
 comparisons](experiments.md#a-task-for-comparisons). It shows what a method does in this regime. It
 neither confirms nor refutes what the paper measured on models of 1.5 B parameters and more. **The
-paper's size** has not been run by this project.
+paper's size** {papers_size}.
 
 A claim is judged by the [resolution](experiments.md#the-resolution) of its runs, never by means:
 each difference has a 95% interval for all pairs of the experiment's variants together. Nothing is
@@ -58,42 +64,37 @@ def render() -> str:
 
 def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns docs/reproduction.md."""
-    states = {name: find_state(each, "small", results) for name, each in items.items()}
+    states = {
+        name: {size: find_state(each, size, results) for size in SIZES}
+        for name, each in items.items()
+    }
     runs = [run for each in items.values() for run in plan_runs(each, "small")]
-    hours = total_minutes(runs) / 60
-    return (
-        "\n".join(
-            [
-                HEADER.format(hours=f"{hours:.1f}", runs=len({run.name for run in runs})),
-                "| state | meaning | experiments |",
-                "| --- | --- | --- |",
-                *(
-                    f"| *{name}* | {meaning} | {sum(s.name == name for s in states.values())} |"
-                    for name, meaning in STATES.items()
-                ),
-                "",
-                "| | claim | small size | state at small size |",
-                "| --- | --- | --- | --- |",
-                *(
-                    f"| [{name}](#{name}) | {_cell(each.claim)} | {_minutes(each)} | "
-                    f"{describe_state(states[name])} |"
-                    for name, each in items.items()
-                ),
-                "",
-                *(
-                    line
-                    for name, each in items.items()
-                    for line in _section(name, each, states[name])
-                ),
-            ]
-        ).rstrip()
-        + "\n"
-    )
+    done = sum(state["paper"].done for state in states.values())
+    lines = [
+        HEADER.format(
+            hours=f"{total_minutes(runs) / 60:.1f}",
+            runs=len({run.name for run in runs}),
+            papers_size=f"has {done} results" if done else "has not been run by this project",
+        ),
+        "| state | meaning | experiments |",
+        "| --- | --- | --- |",
+    ]
+    for name, meaning in STATES.items():
+        count = sum(state["small"].name == name for state in states.values())
+        lines.append(f"| *{name}* | {meaning} | {count} |")
+    lines += ["", "| | claim | small size | state at small size |", "| --- | --- | --- | --- |"]
+    for name, each in items.items():
+        state = describe_state(states[name]["small"])
+        lines.append(f"| [{name}](#{name}) | {_cell(each.claim)} | {_minutes(each)} | {state} |")
+    lines.append("")
+    for name, each in items.items():
+        lines += _section(name, each, states[name])
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(name: str, declaration: Declaration, state: State) -> Iterator[str]:
+def _section(name: str, declaration: Declaration, states: Mapping[Size, State]) -> Iterator[str]:
     yield from (f"## {name}", "", f"**{declaration.title}.** {declaration.claim}", "")
-    yield from (f"- Source: {declaration.source}",)
+    yield f"- Source: {declaration.source}"
     if declaration.needs is not None:
         yield f"- At the paper's size: {describe_needs(declaration)}"
     elif isinstance(declaration.paper, str):
@@ -103,9 +104,12 @@ def _section(name: str, declaration: Declaration, state: State) -> Iterator[str]
         yield f"- {declaration.note}"
     for test in declaration.tests:
         yield f"- Test: {_cell(describe_test(test))}"
-    yield f"- State at small size: **{describe_state(state)}**"
-    for result in state.results:
-        yield from (f"  - {_cell(line)}" for line in describe_result(result))
+    for size, state in states.items():
+        if size == "paper" and not state.done:
+            continue
+        yield f"- State at {size} size: **{describe_state(state)}**"
+        for result in state.results:
+            yield from (f"  - {_cell(line)}" for line in describe_result(result))
     yield ""
     if declaration.numbers is not None:
         yield from _numbers_table(declaration.numbers)

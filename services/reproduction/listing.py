@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.reproduction.declarations import Declaration, PaperNumbers
+from services.reproduction.declarations import SIZES, Declaration, PaperNumbers
 from services.reproduction.plans import plan_runs, total_minutes
 from services.reproduction.states import (
     describe_result,
@@ -47,11 +47,14 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         lines += _indented("small", describe_small(declaration))
         if isinstance(declaration.paper, str):
             lines += _indented("full", declaration.paper)
-        state = find_state(declaration, "small", results)
-        lines += _indented("state", describe_state(state))
-        for result in state.results:
-            for line in describe_result(result):
-                lines += _indented("", line)
+        for size in SIZES:
+            state = find_state(declaration, size, results)
+            if size == "paper" and not state.done:
+                continue
+            lines += _indented("state", f"{describe_state(state)} at {size} size")
+            for result in state.results:
+                for line in describe_result(result):
+                    lines += _indented("", line)
         lines.append("")
     lines += [
         f"All of these at small size: about {minutes / 60:.1f} h on two idle cores. Everything: "

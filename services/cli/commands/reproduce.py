@@ -76,7 +76,8 @@ def reproduce(
     them beside the paper's numbers.
 
     At the paper's size, configurations and the commands that submit them to Kubeflow are written to
-    `runs/reproduce-NAME-paper`; nothing is trained.
+    `runs/reproduce-NAME-paper`; nothing is trained. With `BAPO_BUFFER_URL` and `BAPO_TOKEN`, the
+    same command reads the results of the runs that have finished there.
 
     \b
     Examples:
@@ -99,9 +100,7 @@ def reproduce(
     for name, declaration in items.items():
         _refuse_missing_size(name, declaration, size, several=len(items) > 1)
     if size == "paper":
-        for name, declaration in items.items():
-            if declaration.plan_at(size) is not None:
-                echo(_write_cluster_runs(name, declaration, chosen))
+        _run_on_a_cluster(items, chosen, results, plain_console())
         return
     stop_on_signals("stopping; the same command continues")
     _run_small(items, chosen, results, plain_console(), port)
@@ -168,53 +167,90 @@ def _run_small(
         f"{len(planned) - len(missing)} of {len(planned)} runs have results; the others take about "
         f"{total_minutes(missing):.0f} min on two idle cores",
     )
-    finished = _finish(items, {}, seeds, results, console)
+    finished = _finish(items, "small", set(), seeds, results, console)
     if not missing:
         return
     runs = [PlannedRun(run.label, run.config()) for run in missing]
     trained = train_runs(runs, home=default_home(), console=console, port=port)
     for run, (result, _) in zip(missing, trained, strict=True):
         console.print(f"result: {write_record(record_run(run, result), results)}", soft_wrap=True)
-        finished = _finish(items, finished, seeds, results, console)
+        finished = _finish(items, "small", finished, seeds, results, console)
 
 
 def _finish(
     items: Mapping[str, Declaration],
-    finished: Mapping[str, object],
+    size: Size,
+    finished: set[str],
     seeds: Sequence[int] | None,
     results: Path,
     console: Console,
-) -> dict[str, object]:
+) -> set[str]:
     """Prints the states of experiments whose runs all have results, and writes their pages.
 
-    Returns the names of all finished experiments; those of `finished` are left as they are.
+    finished: names of experiments that are left as they are. Returns them with the names that were
+    added.
     """
     from services.reproduction.page import write_page  # imports matplotlib
 
-    done = dict(finished)
     for name, declaration in items.items():
-        if name in done:
+        if name in finished:
             continue
-        state = find_state(declaration, "small", results, seeds)
+        state = find_state(declaration, size, results, seeds)
         if not state.runs or state.done < state.runs:
             continue
         path = REPORTS / f"reproduce-{name}" / f"{name}.html"
-        records = read_labelled(declaration, "small", results, seeds)
-        write_page(name, declaration, "small", records, state, path)
+        records = read_labelled(declaration, size, results, seeds)
+        write_page(name, declaration, size, records, state, path)
         console.print(f"{name}: {declaration.claim}", soft_wrap=True, markup=False)
         console.print(f"{name}: {describe_state(state)}", soft_wrap=True)
         for result in state.results:
             for line in describe_result(result):
                 console.print(f"  {line}", soft_wrap=True, markup=False)
         console.print(f"page: {path}", soft_wrap=True)
-        done[name] = None
-    return done
+        finished = finished | {name}
+    return finished
 
 
 # -- the paper's size
 
 
-def _write_cluster_runs(name: str, declaration: Declaration, seeds: Sequence[int] | None) -> Path:
+def _run_on_a_cluster(
+    items: Mapping[str, Declaration],
+    seeds: Sequence[int] | None,
+    results: Path,
+    console: Console,
+) -> None:
+    """Keeps the results of runs that have finished, judges, and writes what is left to submit."""
+    for name, declaration in items.items():
+        runs = plan_runs(declaration, "paper", seeds)
+        _collect([run for run in runs if run.name not in read_records([run], results)], results)
+        missing = [run for run in runs if run.name not in read_records([run], results)]
+        if missing:
+            console.print(
+                f"{name}: {len(runs) - len(missing)} of {len(runs)} runs have results; the others "
+                f"are submitted by {_write_cluster_runs(name, declaration, missing)}",
+                soft_wrap=True,
+            )
+    _finish(items, "paper", set(), seeds, results, console)
+
+
+def _collect(runs: Sequence[DeclaredRun], results: Path) -> None:
+    """Keeps the results of those runs that have finished at the service of the environment."""
+    from services.cli.service import connect_to_named
+
+    service = connect_to_named("")
+    if service is None or not runs:
+        return
+    from services.report.comparison import RunResult  # imports matplotlib
+
+    finished = {state.name for state in service.runs() if state.status == "finished"}
+    for run in runs:
+        client = connect_to_named(run.name) if run.name in finished else None
+        if client is not None:
+            write_record(record_run(run, RunResult.read(client, run.label)), results)
+
+
+def _write_cluster_runs(name: str, declaration: Declaration, runs: Sequence[DeclaredRun]) -> Path:
     """Writes the configuration of each run, and a script that submits all of them.
 
     Each is read back through the loader of configurations and as the parameters of the pipeline.
@@ -237,7 +273,6 @@ def _write_cluster_runs(name: str, declaration: Declaration, seeds: Sequence[int
         "set -e",
         'cd "$(dirname "$0")"',
     ]
-    runs: list[DeclaredRun] = plan_runs(declaration, "paper", seeds)
     for run in runs:
         config = run.config()
         values = {"name": run.name, "seed": run.seed, **merge(read_setup(run.setup), run.changes)}

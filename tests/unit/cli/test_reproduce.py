@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from bapo_core.config import load_config
 from bapo_core.errors import BapoError
+from services.cli import service
 from services.cli.commands import compare
 from services.cli.commands.reproduce import reproduce
 from services.cli.variants import PlannedRun
@@ -43,7 +44,7 @@ def test_the_list_explains_its_states_and_each_experiment() -> None:
     assert "not run         runs are missing" in text
     assert "fig9: Figure 9 of 2602.20722: rollouts of DAPO\n  claim  DAPO generates more" in text
     assert "needs  DeepSeek-R1-Distill-Qwen-1.5B" in text
-    assert "state  not run (0 of 8 runs)" in text
+    assert "state  not run (0 of 8 runs) at small size" in text
     # What cannot be stated at small size says why.
     assert "says nothing about eight GPUs" in text
     one = json.loads(call("--list", "--json", "fig9").output)
@@ -79,6 +80,33 @@ def test_the_papers_size_is_written_as_configurations_and_pipeline_runs(tmp_path
         assert yaml.safe_load(path.read_text())["name"] == run.name
         assert f'bapo pipeline submit {run.name}.yaml gpus_per_worker=8 "$@"' in script
     assert len(list(directory.glob("*.yaml"))) == 3
+
+
+def test_results_of_finished_runs_at_the_papers_size_are_read_from_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declaration = find_items(["r9"])["r9"]
+    runs = plan_runs(declaration, "paper", [1, 2])
+    labels = {run.name: run.label for run in runs}
+    states = [Mock(status="finished" if index else "running") for index in range(len(runs))]
+    for state, run in zip(states, runs, strict=True):
+        state.name = run.name
+
+    def read(client: Mock, label: str) -> RunResult:
+        assert label == labels[client.run]
+        return result(label, 1, [0.1, 0.2, 0.3], 10)
+
+    monkeypatch.setattr(service, "connect_to_named", lambda run: Mock(run=run, runs=lambda: states))
+    monkeypatch.setattr(RunResult, "read", read)
+    done = call("r9", "--size", "paper", "--seeds", "1,2", "--results", "results")
+    assert done.exit_code == 0, done.output
+    assert "3 of 4 runs have results" in done.output
+    script = (tmp_path / "runs/reproduce-r9-paper/submit.sh").read_text()
+    assert [run.name for run in runs if run.name in script] == [runs[0].name]
+    assert list(read_records(runs, tmp_path / "results")) == [run.name for run in runs[1:]]
+    states[0].status = "finished"
+    done = call("r9", "--size", "paper", "--seeds", "1,2", "--results", "results")
+    assert "r9: not decided (4 runs)" in done.output
 
 
 @pytest.fixture

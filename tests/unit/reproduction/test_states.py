@@ -257,7 +257,7 @@ def test_lists_have_the_state_and_its_numbers(declaration: Declaration, tmp_path
     write_results(declaration, tmp_path, ahead, noise=0.001)
     items = {"fig0": declaration}
     listed = render_list(items, tmp_path)
-    assert "state  holds (8 runs)" in listed
+    assert "state  holds (8 runs) at small size" in listed
     assert "new - old = +0.1" in listed
     assert "accuracy: new 12.5" in listed
     (values,) = list_values(items, tmp_path)
