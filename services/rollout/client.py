@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import httpx
 
 from services.common.redaction import redact, register_secret
-from services.rollout.api.wire import GENERATED, Generated, GenerateRequest
-from services.rollout.errors import ReplicaFailed
+from services.rollout.api.wire import STREAM_LINE, EngineDeath, Generated, GenerateRequest
+from services.rollout.errors import EngineDied, ReplicaFailed
 
 READ_TIMEOUT_S = 1800.0
 """Longest wait between two lines of a stream. The fleet notices a replica that has stopped much
@@ -27,7 +27,8 @@ class ReplicaClient:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
         """Yields groups in the order in which they are completed, and tokens before that.
 
-        Raises `ReplicaFailed` when the replica refuses the request or the connection breaks.
+        Raises `ReplicaFailed` when the replica refuses the request or the connection breaks, and
+        `EngineDied` when the replica is sound but its engine has died.
         """
         try:
             async with self._http.stream(
@@ -41,7 +42,10 @@ class ReplicaClient:
                     body = (await response.aread()).decode(errors="replace")[:500]
                     raise ReplicaFailed(f"{self._url}: HTTP {response.status_code}: {body}")
                 async for line in _complete_lines(response):
-                    yield GENERATED.validate_json(line)
+                    generated = STREAM_LINE.validate_json(line)
+                    if isinstance(generated, EngineDeath):
+                        raise EngineDied(generated.died)
+                    yield generated
         except (httpx.HTTPError, ValueError) as error:
             raise ReplicaFailed(
                 f"{self._url}: {redact(str(error)) or type(error).__name__}"

@@ -327,7 +327,9 @@ class Collector:
                         bundle = await active.next_delivery(generating)
                     except PromptsFailed as error:
                         uids = [prompts.prompts[index].uid for index in error.indices]
-                        raise BapoError(f"{_describe_prompts(uids)}: {error}") from error
+                        raise PromptsFailed(
+                            error.indices, f"{_describe_prompts(uids)}: {error}"
+                        ) from error
                     indices = {group.index for group in bundle}
                     deliver = partial(
                         self._delivery.deliver, job, prompts, request, bundle, unfinished
@@ -484,7 +486,7 @@ def load_reward_file(
 
 @contextmanager
 def stop_faulty_run(buffer: BufferClient) -> Iterator[None]:
-    """Stops the run, with the reason, when its task, reward function or configuration is at fault.
+    """Stops the run, with the reason, when its task, prompts or configuration are at fault.
 
     A restart of the collector would fail in the same way, while the trainer and the pipeline wait
     for rollouts. Errors of services stop no run, because they end with a change of the release: the
@@ -493,7 +495,7 @@ def stop_faulty_run(buffer: BufferClient) -> Iterator[None]:
     """
     try:
         yield
-    except (TaskError, ConfigError, ServiceError) as error:
+    except (TaskError, ConfigError, PromptsFailed, ServiceError) as error:
         if isinstance(error, ServiceError) and error.status != UNPROCESSABLE:
             raise
         reason = error.detail if isinstance(error, ServiceError) else str(error)

@@ -65,3 +65,7 @@ class PromptsFailed(BapoError):
 
 class EngineFailed(ReplicaFailed):
     """The engine of a replica raised an error on a request; the message is the error."""
+
+
+class EngineDied(ReplicaFailed):
+    """The engine of a replica died or hung during a request; the message is its last error."""

@@ -30,7 +30,7 @@ from services.common.errors import ServiceCallError
 from services.common.threads import run_detached
 from services.rollout.api.wire import Generated, GenerateRequest
 from services.rollout.driver import EngineDriver
-from services.rollout.errors import EngineLost, WrongVersion
+from services.rollout.errors import EngineFaulty, EngineLost, WrongVersion
 from services.rollout.offers import PendingOffer
 from services.rollout.weights import WeightCache
 
@@ -76,7 +76,8 @@ class Replica:
         self._serving: StoredVersion | None = None
         self._changed = asyncio.Condition()
         self._generating: set[asyncio.Task[object]] = set()
-        self._cut_off: set[asyncio.Task[object]] = set()
+        self._cut_off: dict[asyncio.Task[object], BapoError] = {}
+        """Generations that end early, and why."""
         self._out_of_date = asyncio.Event()
         """Set when the target or the served version may have changed."""
         self._report_due = asyncio.Event()
@@ -115,7 +116,7 @@ class Replica:
         try:
             async for generated in self._driver.generate(request):
                 if generated.policy_version != request.policy_version:
-                    raise EngineLost(
+                    raise EngineFaulty(
                         f"the engine generated with version {generated.policy_version} instead "
                         f"of {request.policy_version}"
                     )
@@ -127,13 +128,11 @@ class Replica:
             if task not in self._cut_off:
                 raise
             task.uncancel()
-            raise EngineLost(
-                "the engine was lost, or generating took longer than other weights may wait "
-                f"({DRAIN_TIMEOUT_S:.0f} s)"
-            ) from None
+            reason = self._cut_off[task]
+            raise type(reason)(str(reason)) from reason
         finally:
             self._generating.discard(task)
-            self._cut_off.discard(task)
+            self._cut_off.pop(task, None)
             if not self._generating:
                 self._spans.record("generate", request.policy_version, self._busy_since)
             async with self._changed:
@@ -146,13 +145,13 @@ class Replica:
             and self._serving.manifest_digest == request.manifest_digest
         )
 
-    def _mark_engine_lost(self, error: BapoError) -> None:
+    def _mark_engine_lost(self, error: EngineLost) -> None:
         """Cuts off what generates and has the target version loaded again."""
         if self._serving is None:
             return  # marked already
         log.error("engine lost: %s", error)
         self._serving = None
-        self._cut_off_tasks(self._generating - {asyncio.current_task()})
+        self._cut_off_tasks(self._generating - {asyncio.current_task()}, error)
         self._set_state("failing", str(error))
         self._out_of_date.set()
 
@@ -295,12 +294,13 @@ class Replica:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_TIMEOUT_S):
                     await self._changed.wait_for(lambda: not self._generating)
-            self._cut_off_tasks(self._generating)
+            reason = f"other weights have waited for {DRAIN_TIMEOUT_S:.0f} s"
+            self._cut_off_tasks(self._generating, WrongVersion(reason))
             await self._changed.wait_for(lambda: not self._generating)
 
-    def _cut_off_tasks(self, tasks: Set[asyncio.Task[object]]) -> None:
-        """Ends generations early; their clients ask for the missing groups again."""
-        self._cut_off |= tasks
+    def _cut_off_tasks(self, tasks: Set[asyncio.Task[object]], error: BapoError) -> None:
+        """Ends generations early with `error`; clients ask for the missing groups again."""
+        self._cut_off |= dict.fromkeys(tasks, error)
         for task in tasks:
             task.cancel()
 

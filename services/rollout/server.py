@@ -37,6 +37,7 @@ from services.common.serve import serve
 from services.model.vision import OpenImage
 from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, WeightOffer
 from services.rollout.api.wire import (
+    EngineDeath,
     GeneratedGroup,
     GeneratedResponse,
     GenerateRequest,
@@ -44,7 +45,7 @@ from services.rollout.api.wire import (
     StartedResponse,
 )
 from services.rollout.driver import EngineDriver, TransformersDriver
-from services.rollout.errors import EngineLost, WrongVersion
+from services.rollout.errors import EngineFaulty, EngineLost, WrongVersion
 from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
 from services.rollout.settings import ReplicaSettings, VllmSettings
@@ -215,10 +216,10 @@ def _request_schema() -> dict[str, Any]:
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
-    """Yields groups and tokens as JSON lines; ends early when the engine is lost.
+    """Yields groups and tokens as JSON lines; ends early when they cannot be generated here now.
 
-    Another error of the engine is the last line, so that a request that can only fail is not
-    repeated for ever.
+    The death of the engine and any other error that the request may have caused are the last line,
+    so that a request that can only fail is not repeated for ever.
     """
     try:
         async for generated in replica.generate(request):
@@ -227,8 +228,11 @@ async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[st
                 GROUPS.inc()
                 TOKENS.inc(_count_tokens(generated.responses) - _count_tokens(continued))
             yield generated.model_dump_json() + "\n"
-    except (EngineLost, WrongVersion) as error:
+    except (EngineFaulty, WrongVersion) as error:
         log.warning("a request of %d prompts is cut off: %s", len(request.prompts), error)
+    except EngineLost as error:
+        log.warning("the engine died on a request of %d prompts: %s", len(request.prompts), error)
+        yield EngineDeath(died=str(error)[:1_000]).model_dump_json() + "\n"
     except Exception as error:
         # Engines run models of any code, which may raise anything on tokens that they do not know.
         log.exception("the engine failed on a request of %d prompts", len(request.prompts))

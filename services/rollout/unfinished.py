@@ -83,6 +83,18 @@ class UnfinishedGroups:
             for response in self._groups.get(index, [])
         ]
 
+    def open_lengths(self, index: int) -> dict[int, int]:
+        """Returns the number of tokens of each response to a prompt that has not ended, by number.
+
+        A response that has not begun has 0.
+        """
+        group = self._groups.get(index, [UnfinishedResponse() for _ in range(self._group_size)])
+        return {
+            number: len(response.token_ids)
+            for number, response in enumerate(group)
+            if response.finish_reason is None
+        }
+
     def interruptions(self, index: int, version: int) -> list[dict[int, int]]:
         """Returns the interruptions of each response to a prompt, as in `TrajectoryResponse`.
 

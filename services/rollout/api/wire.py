@@ -5,7 +5,7 @@ each prompt as soon as its group is complete. A stream that ends before every pr
 was cut off; the client asks for the missing groups again, from this replica or another. If
 `stream_every` is set, the stream also has the tokens of responses that have not ended yet
 (`GeneratedTokens`), so that they can be continued, unless they turn out to be void
-(`DiscardedTokens`).
+(`DiscardedTokens`). If the engine dies, the last line says so (`EngineDeath`).
 
 The transformers engine takes and returns the same models.
 """
@@ -147,7 +147,22 @@ class DiscardedTokens(Wire):
 
 
 Generated = GeneratedTokens | GeneratedGroup | DiscardedTokens
+"""What an engine generates, piece by piece."""
+
+
+class EngineDeath(Wire):
+    """The last line of a stream whose engine died or hung; the replica starts another one.
+
+    A stream that ends early without this line says nothing about the engine: the replica was
+    stopped, its node or the network was lost.
+    """
+
+    died: str
+    """The engine's last error, for people."""
+
+
+StreamLine = Generated | EngineDeath
 """A line of a replica's stream."""
 
-GENERATED: TypeAdapter[Generated] = TypeAdapter(Generated)
+STREAM_LINE: TypeAdapter[StreamLine] = TypeAdapter(StreamLine)
 """Parses a line of a replica's stream."""

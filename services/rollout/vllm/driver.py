@@ -202,6 +202,12 @@ class VllmDriver:
                     running -= 1
                 else:
                     yield line
+        except EngineFaulty:
+            raise
+        except EngineLost as error:
+            if self._server is None:
+                raise
+            raise EngineLost(f"{error}; {self._server.last_error()}") from error
         finally:
             self._requests -= 1
             for task in tasks:

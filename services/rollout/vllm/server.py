@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -56,6 +57,8 @@ IMAGE_ARGUMENTS = (
 )
 """Arguments for a model that reads images."""
 
+_EXCEPTION = re.compile(r"\b\w*Error: \S")
+"""The last line of a traceback; the server logs further errors when the engine has raised it."""
 MIDDLEWARE = f"{IMAGES_MODULE}.{images.TakesImages.__name__}"
 
 
@@ -263,6 +266,8 @@ class VllmProcess:
         self._options = options
         self._sockets = sockets
         options.install_modules()
+        self._log_start = options.log.stat().st_size if options.log.exists() else 0
+        """Length of what earlier processes have written to the log."""
         self._process = ChildProcess(
             command,
             environment={**options.variables(), "VLLM_RPC_BASE_PATH": str(sockets.path)},
@@ -292,9 +297,12 @@ class VllmProcess:
 
     def last_error(self) -> str:
         """Returns the last error in the log that is not the consequence of another."""
-        lines = self._options.log.read_text(errors="replace").splitlines()
+        with self._options.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line and "See " not in line]
-        line = (errors or lines or ["it wrote nothing"])[-1].strip()
+        exceptions = [line for line in errors if _EXCEPTION.search(line)]
+        line = (exceptions or errors or lines or ["it wrote nothing"])[-1].strip()
         return f"{line[-300:]} (log: {self._options.log})"
 
 

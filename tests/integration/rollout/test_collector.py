@@ -228,6 +228,19 @@ def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> No
     assert len(driver.client.step_prompts(1).recorded) == 3
 
 
+def test_prompts_that_cannot_be_answered_stop_the_run_of_a_deployment(stack: Endpoints) -> None:
+    """A collector that Kubernetes starts again would fail again, while the trainer waits for it."""
+    driver = Driver(stack, small_config("unanswerable"))
+    driver.client.publish_weights(1, "a" * 64)
+    collector = make_collector(driver, RefusingFleet(answers=0))
+    with pytest.raises(PromptsFailed), collector_module.stop_faulty_run(driver.client):
+        asyncio.run(roll_out_first_step(collector))
+    state = driver.client.run_state()
+    assert state.status == "stopped"
+    assert state.stopped is not None
+    assert re.match("the collector: prompts .*: replica r refuses a", state.stopped.describe())
+
+
 def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) -> None:
     journalled = {"engine": {"kind": "vllm", "journal_interval_s": 0.05}}
     driver = Driver(

@@ -11,6 +11,7 @@ import base64
 import itertools
 import json
 import queue
+import random
 import secrets
 import socket
 import threading
@@ -52,7 +53,7 @@ from services.rollout.api.wire import (
     StartedResponse,
 )
 from services.rollout.driver import AcceptOffer
-from services.rollout.errors import EngineLost, ModelLoadError, PromptsFailed
+from services.rollout.errors import EngineFaulty, EngineLost, ModelLoadError, PromptsFailed
 from services.rollout.fleet import Fleet
 from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
@@ -969,6 +970,174 @@ def test_prompts_on_which_the_engines_keep_failing_end_the_run(
         run(work())
     assert failure.value.indices == [FAILS]
     assert FAILS not in answered
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replica is taken for lost, because none is, however busy the machine is."""
+    monkeypatch.setattr(fleet_module, "HEARTBEAT_TIMEOUT_S", 100.0)
+
+
+class MortalEngine(FakeEngine):
+    """Generates all its prompts side by side, and dies with all of them when `dies` says so.
+
+    It streams, like vLLM, if the request asks for that. The responses are those of `FakeEngine`.
+    """
+
+    def __init__(self, dies: Callable[[PromptRequest, int], bool], **faults: Any) -> None:
+        """dies: whether the engine dies of sampling the token of this index for this prompt."""
+        super().__init__(**faults)
+        self.dies = dies
+        self.deaths = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:  # type: ignore[override]
+        (prompt,), version = request.prompts, request.policy_version
+        tokens = [[version, *prompt.prompt_token_ids, sample] for sample in range(G)]
+        begun = len(prompt.started[0].token_ids) if prompt.started else 0
+        for place in range(begun, 3):
+            await asyncio.sleep(0.002)
+            if not self.lost and self.dies(prompt, place):
+                self.lost = True
+                self.deaths += 1
+                raise EngineLost(f"CUDA error number {self.deaths}")
+            for sample in range(G if request.stream_every else 0):
+                yield GeneratedTokens(
+                    index=0,
+                    policy_version=version,
+                    response=sample,
+                    start=place,
+                    token_ids=tokens[sample][place : place + 1],
+                    logprobs=[-1.0],
+                    finish_reason="stop" if place == 2 else None,
+                )
+        yield GeneratedGroup(
+            index=0,
+            policy_version=version,
+            responses=[
+                GeneratedResponse(token_ids=tokens[n], logprobs=[-1.0] * 3, finish_reason="stop")
+                for n in range(G)
+            ],
+        )
+
+
+class SilentEngine(MortalEngine):
+    """A `MortalEngine` that streams nothing before a group is complete."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        async for generated in super().generate(request.model_copy(update={"stream_every": 0})):
+            yield generated
+
+
+async def collect_from(
+    testbed: Testbed, engines: Sequence[FakeEngine], *, stream_every: int = 0, prompts: int = 12
+) -> None:
+    """Collects the groups of a request from replicas with these engines."""
+    async with testbed.closing() as fleet:
+        stored = testbed.publish(1, "one")
+        set_target(testbed, 1)
+        for number, engine in enumerate(engines):
+            await testbed.start(f"r{number}", engine)
+            await testbed.until(f"r{number}", lambda view: view.loaded_version == 1)
+        request = request_for(stored, prompts)
+        await collect(fleet, request.model_copy(update={"stream_every": stream_every}))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("engine", [MortalEngine, SilentEngine])
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("place", "stream_every"), [(0, 0), (2, 0), (2, 32)])
+def test_a_prompt_that_kills_every_engine_ends_the_run(
+    testbed: Testbed,
+    engine: type[MortalEngine],
+    replicas: int,
+    place: int,
+    stream_every: int,
+) -> None:
+    """It kills them at once or later, together with its neighbours, which are not blamed."""
+    engines = [
+        engine(lambda prompt, token: (prompt.seed, token) == (7, place)) for _ in range(replicas)
+    ]
+    reason = (
+        r"engines died 8 times in a row while they generated responses \(1 tokens of prompt\), 6 "
+        r"times with no other prompt in them \(replicas: r0.*\). Their last error: CUDA error"
+    )
+    with pytest.raises(PromptsFailed, match=reason) as failure:
+        run(collect_from(testbed, engines, stream_every=stream_every))
+    assert failure.value.indices == [7]
+    assert sum(engine.deaths for engine in engines) == 8
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_of_several_prompts_that_kill_engines_ends_the_run(
+    testbed: Testbed, replicas: int
+) -> None:
+    deadly = {0, 3, 7, 11}
+    engines = [MortalEngine(lambda prompt, _: prompt.seed in deadly) for _ in range(replicas)]
+    with pytest.raises(PromptsFailed, match="engines died 8 times in a row") as failure:
+        run(collect_from(testbed, engines))
+    assert len(failure.value.indices) == 1
+    assert failure.value.indices[0] in deadly
+
+
+@pytest.mark.usefixtures("patient")
+def test_engines_that_die_of_whatever_they_generate_end_the_run(testbed: Testbed) -> None:
+    engine = MortalEngine(lambda *_: True)
+    with pytest.raises(PromptsFailed, match="engines died 8 times in a row"):
+        run(collect_from(testbed, [engine]))
+    assert engine.deaths == 8
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("engine", [MortalEngine, SilentEngine])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_prompt_is_blamed_for_engines_that_die_at_random(
+    testbed: Testbed, engine: type[MortalEngine], replicas: int, seed: int
+) -> None:
+    """Engines die on every tenth token, so on a quarter of the prompts that are alone in them."""
+    rng = random.Random(seed)
+    engines = [engine(lambda *_: rng.random() < 0.1) for _ in range(replicas)]
+    run(collect_from(testbed, engines, prompts=24))
+    assert sum(engine.deaths for engine in engines)
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("seed", range(3))
+def test_the_prompt_that_kills_engines_is_found_among_random_deaths(
+    testbed: Testbed, seed: int
+) -> None:
+    rng = random.Random(seed)
+    engines = [
+        MortalEngine(lambda prompt, _: prompt.seed == 7 or rng.random() < 0.1) for _ in range(2)
+    ]
+    with pytest.raises(PromptsFailed) as failure:
+        run(collect_from(testbed, engines))
+    assert failure.value.indices == [7]
+
+
+@pytest.mark.usefixtures("patient")
+def test_no_prompt_is_blamed_for_a_replica_whose_engine_always_dies(testbed: Testbed) -> None:
+    """A broken device lets an engine start, and fails when there is work."""
+    broken, sound = MortalEngine(lambda *_: True), MortalEngine(lambda *_: False)
+    run(collect_from(testbed, [broken, sound]))
+    assert broken.deaths
+
+
+@pytest.mark.usefixtures("patient")
+def test_lost_replicas_say_nothing_about_prompts(testbed: Testbed) -> None:
+    """A replica that is stopped, or whose weights were wrong, ends its streams without a word."""
+
+    class CutOffEngine(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+            if request.prompts[0].seed == 7 and next(losses, None) is not None:
+                raise EngineFaulty("tokens of other weights")
+            async for group in super().generate(request):
+                yield group
+
+    losses = iter(range(20))
+    run(collect_from(testbed, [CutOffEngine(), CutOffEngine()]))
+    assert next(losses, None) is None
 
 
 def test_an_engine_that_fails_once_is_asked_again(testbed: Testbed) -> None:

@@ -425,6 +425,25 @@ def test_a_killed_server_is_noticed_and_restarted(
     check_ended(family)
 
 
+def test_a_prompt_that_kills_vllm_is_named_with_the_error(
+    driver: VllmDriver,
+    runner: asyncio.Runner,
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token without an embedding, which the driver otherwise refuses, kills vLLM's engine."""
+    runner.run(driver.load(models["v1"], 4))
+    asked = request(4, prompts=1)
+    asked.prompts[0].prompt_token_ids = [5, 100 * VOCABULARY]
+    with monkeypatch.context() as patch:
+        patch.setattr(VllmDriver, "_foreign_token", lambda *_: None)
+        with pytest.raises(EngineLost, match="index out of range"):
+            runner.run(generate(driver, asked))
+    runner.run(driver.load(models["v1"], 4))
+    asked = request(4)
+    check_logprobs(models["v1"], asked, runner.run(generate(driver, asked)))
+
+
 def test_directories_that_cannot_be_served_are_refused(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path], tmp_path: Path
 ) -> None:
