@@ -61,6 +61,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         "`make reproduce-small`.",
         "One of them: `bapo reproduce NAME`; with `--size paper`, its runs for a cluster.",
         "What it claims and trains: services/reproduction/items/NAME.yaml.",
+        f"Results: {len(list(results.glob('*.json')))} files in {results}.",
     ]
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +156,7 @@ def train_and_compare(
 
 def train_runs(
     runs: Sequence[PlannedRun], *, home: Path, console: Console, port: int
-) -> Iterator[tuple[RunResult, bool]]:
+) -> Generator[tuple[RunResult, bool], None, None]:
     """Trains the runs that are not finished, one after another, on one stack.
 
     Yields the result of each run, and whether it was trained. Raises `BapoError` when a run fails.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,11 @@ from services.stack.settings import default_home
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from services.report.comparison import RunResult
+
+FAILURES_IN_A_ROW = 2
+"""Failed runs after which the command ends: what they fail of is not their own."""
 
 
 @click.command
@@ -170,11 +175,36 @@ def _run_small(
     finished = _finish(items, "small", set(), seeds, results, console)
     if not missing:
         return
-    runs = [PlannedRun(run.label, run.config()) for run in missing]
-    trained = train_runs(runs, home=default_home(), console=console, port=port)
-    for run, (result, _) in zip(missing, trained, strict=True):
+    failed: list[str] = []
+    in_a_row = 0
+
+    def train(runs: Sequence[DeclaredRun]) -> Generator[tuple[RunResult, bool], None, None]:
+        planned = [PlannedRun(run.label, run.config()) for run in runs]
+        return train_runs(planned, home=default_home(), console=console, port=port)
+
+    trained = train(missing)
+    while missing:
+        run = missing.pop(0)
+        try:
+            result, _ = next(trained)
+        except BapoError as error:
+            # One run that fails must not keep an unattended night of others from being trained.
+            in_a_row += 1
+            failed.append(run.name)
+            console.print(f"{run.name} ({run.label}) failed: {error}", soft_wrap=True, markup=False)
+            if in_a_row == FAILURES_IN_A_ROW:
+                raise BapoError(
+                    f"{in_a_row} runs in a row failed, the last one with: {error}; the same "
+                    "command continues"
+                ) from error
+            trained = train(missing)
+            continue
+        in_a_row = 0
         console.print(f"result: {write_record(record_run(run, result), results)}", soft_wrap=True)
         finished = _finish(items, "small", finished, seeds, results, console)
+    trained.close()  # stops a stack that was started for these runs
+    if failed:
+        raise BapoError(f"runs without a result, because they failed: {', '.join(failed)}")
 
 
 def _finish(

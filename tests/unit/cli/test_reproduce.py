@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -114,11 +114,13 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces training; returns the names of the runs that were asked for."""
     names: list[str] = []
 
-    def train_runs(runs: list[PlannedRun], **_: object) -> Iterator[tuple[RunResult, bool]]:
+    def train_runs(
+        runs: list[PlannedRun], **_: object
+    ) -> Generator[tuple[RunResult, bool], None, None]:
         for planned in runs:
             names.append(planned.config.name)
-            if len(names) == 4:
-                raise BapoError("interrupted")
+            if len(names) == 2:
+                raise BapoError("disk full")
             higher = 0.2 if planned.label == "bapo" else 0.0
             accuracies = [0.1, 0.3 + higher, 0.3 + higher + 0.001 * planned.config.seed]
             yield result(planned.label, planned.config.seed, accuracies, 10), True
@@ -127,19 +129,19 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_only_runs_without_results_are_trained_and_each_result_is_kept(
+def test_a_run_that_fails_keeps_no_other_from_being_trained_and_is_trained_next_time(
     trained: list[str], tmp_path: Path
 ) -> None:
     results = tmp_path / "results"
     arguments = ("fig5", "--seeds", "1,2", "--results", str(results))
-    assert "interrupted" in failed(*arguments)
-    runs = plan_runs(find_items(["fig5"])["fig5"], "small", [1, 2])
-    assert [run.name for run in runs] == trained
-    assert list(read_records(runs, results)) == trained[:3]
+    runs = [run.name for run in plan_runs(find_items(["fig5"])["fig5"], "small", [1, 2])]
+    assert f"because they failed: {runs[1]}" in failed(*arguments)
+    assert trained == runs
+    assert [path.stem for path in sorted(results.iterdir())] == sorted({*runs} - {runs[1]})
     done = call(*arguments)
     assert done.exit_code == 0, done.output
     assert "3 of 4 runs have results" in done.output
-    assert trained[4:] == trained[3:4]
+    assert trained[4:] == [runs[1]]
     assert "fig5: holds (4 runs)" in done.output
     assert "bapo - grpo = +0.200" in done.output
     assert (tmp_path / "runs/reproduce-fig5/fig5.html").is_file()
@@ -148,3 +150,17 @@ def test_only_runs_without_results_are_trained_and_each_result_is_kept(
     assert "4 of 4 runs have results" in again.output
     assert "fig5: holds (4 runs)" in again.output
     assert len(trained) == 5
+
+
+def test_two_failures_in_a_row_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_runs(
+        runs: list[PlannedRun], **_: object
+    ) -> Generator[tuple[RunResult, bool], None, None]:
+        raise BapoError(f"no disk for {runs[0].config.name}")
+        yield
+
+    monkeypatch.setattr(compare, "train_runs", Mock(side_effect=train_runs))
+    message = failed("fig5", "--results", "results")
+    second = plan_runs(find_items(["fig5"])["fig5"], "small")[1]
+    assert "2 runs in a row failed" in message
+    assert f"no disk for {second.name}" in message
