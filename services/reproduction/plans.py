@@ -10,9 +10,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from bapo_core.config import RunConfig, merge, override_config
+from services.model.resolve import BUNDLED_MODELS
 from services.reproduction.declarations import Declaration, Size, read_setup
 
 DIGEST_LENGTH = 8
@@ -32,8 +34,17 @@ class DeclaredRun:
 
     @property
     def digest(self) -> str:
-        """Digest of what is declared of the run: the setup's values, the changes and the seed."""
-        values = {"setup": dict(read_setup(self.setup)), "changes": self.changes, "seed": self.seed}
+        """Digest of what is declared of the run: setup, changes, seed, and a bundled base model.
+
+        The weights of a model that comes with bapo may change under their name.
+        """
+        setup = read_setup(self.setup)
+        values = {
+            "setup": dict(setup),
+            "changes": self.changes,
+            "seed": self.seed,
+            "weights": _digest_weights(merge(setup, self.changes)["model"]["path"]),
+        }
         text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -50,6 +61,15 @@ class DeclaredRun:
             {"seed": self.seed, "name": self.name},
             where=f"setup {self.setup}, variant {self.label}",
         )
+
+
+@cache
+def _digest_weights(model: str) -> str | None:
+    """Returns the digest of a bundled model's weights; None for another model."""
+    directory = BUNDLED_MODELS.get(model)
+    if directory is None:
+        return None
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
 def plan_runs(

@@ -9,6 +9,7 @@ import pytest
 from bapo_core.config import RunConfig, read_values
 from bapo_core.errors import BapoError
 from pipelines.configuration import read_config
+from services.reproduction import plans
 from services.reproduction.declarations import (
     ITEMS,
     SETUPS,
@@ -108,6 +109,20 @@ def test_what_is_declared_of_a_run_determines_its_name() -> None:
         update={"variants": {"bapo": {"algorithm": "bapo", "sync": {"every": 4}}, "grpo": {}}}
     )
     assert plan_runs(other, "small")[0].name != run.name
+
+
+def test_other_weights_of_a_bundled_model_are_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run, *_) = plan_runs(declared("fig5"), "small")
+    before = run.name
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    monkeypatch.setitem(plans.BUNDLED_MODELS, "tiny-sorting", tmp_path)
+    plans._digest_weights.cache_clear()
+    try:
+        assert run.name != before
+    finally:
+        plans._digest_weights.cache_clear()
 
 
 def test_table_3_has_the_defaults() -> None:
