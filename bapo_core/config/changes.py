@@ -3,6 +3,10 @@
 A run keeps the configuration that it was created with. A change names its first step, the keys, and
 their values before and after it. The configuration of a step is a function of the initial one and
 of the changes, so that a step that is repeated is repeated with the values that it had.
+
+A fork of a run is a change as well: from the step after the fork on, the new run has other values,
+and what came before it stays as it was. Its values may be of other kinds of sections, so that keys
+begin or end with it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bapo_core.config.base import flatten
-from bapo_core.config.loader import merge, nest
+from bapo_core.config.loader import config_from, merge, nest, override_config
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.config.run import RunConfig
 from bapo_core.errors import ConfigError
@@ -34,6 +38,24 @@ CHANGEABLE = (
 batch or evaluation depends on its value at another step."""
 
 
+FIXED_IN_FORKS = {
+    "model.*": "the initial model, which step 1 began with",
+    "lora.*": "the trained weights, of which every checkpoint has the state",
+    "task.*": "the prompts and the rewards of every group since step 1",
+    "reward.*": "the rewards of every group since step 1",
+    "rollout.group_size": "the difficulty of every prompt since step 1, as correct responses of G",
+    "rollout.max_prompt_tokens": "the training prompts, which were chosen by their length",
+    "sampler.prior_run": "the results that the run began with before step 1",
+    "evaluation.samples": "the accuracies of evaluations since version 1",
+    "evaluation.temperature": "the accuracies of evaluations since version 1",
+    "evaluation.top_p": "the accuracies of evaluations since version 1",
+    "evaluation.sets.*": "the held-out prompts of evaluations since version 1",
+}
+"""Keys that a fork cannot change, as patterns, and what of the run's past depends on each."""
+FREE_IN_FORKS = "evaluation.sets.*.every"
+"""Pattern of the keys that a fork can change although one of `FIXED_IN_FORKS` matches them."""
+
+
 class ConfigChange(BaseModel):
     """Keys whose values are others from a step on."""
 
@@ -42,13 +64,15 @@ class ConfigChange(BaseModel):
     first_step: int = Field(ge=1)
     """First step at which the new values are in force."""
     old: dict[str, Any]
-    """Values before the change, by dotted key."""
+    """Values before the change, by dotted key; a key that is in `new` alone begins with it."""
     new: dict[str, Any]
-    """Values from the change on, by dotted key."""
+    """Values from the change on, by dotted key; a key that is in `old` alone ends with it."""
 
     def describe(self) -> str:
-        """Returns the keys with their old and new values."""
-        return ", ".join(f"{key} {self.old[key]} -> {self.new[key]}" for key in sorted(self.new))
+        """Returns the keys with their old and new values, without the keys that end."""
+        return ", ".join(
+            f"{key} {self.old.get(key, 'unset')} -> {self.new[key]}" for key in sorted(self.new)
+        )
 
 
 def values_at(
@@ -61,14 +85,38 @@ def values_at(
     """
     in_force: dict[str, Any] = {}
     for change in changes:
-        in_force = {**change.old, **in_force}
+        in_force = {**_every_key(change.old, change.new), **in_force}
     for change in changes:
         if step is None or change.first_step <= step:
-            in_force |= change.new
+            in_force |= _every_key(change.new, change.old)
     result = dict(values)
     for key, value in in_force.items():
-        result = merge(result, nest(key, value), model=None)
+        if value is _ABSENT:
+            result = _without(result, key.split("."))
+        else:
+            result = merge(result, nest(key, value), model=None)
     return result
+
+
+_ABSENT = object()
+"""Stands for the value of a key that is not in force."""
+
+
+def _every_key(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values, with `_ABSENT` for the keys that `others` alone has."""
+    return {**dict.fromkeys(others, _ABSENT), **values}
+
+
+def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Returns nested values without the key at a path, and without sections that get empty."""
+    key, *rest = path
+    if key not in values:
+        return dict(values)
+    kept = {name: value for name, value in values.items() if name != key}
+    inner = _without(values[key], rest) if rest and isinstance(values[key], Mapping) else {}
+    return {
+        name: inner if name == key else values[name] for name in values if name in kept or inner
+    }
 
 
 class ConfigHistory:
@@ -131,6 +179,109 @@ class ConfigHistory:
         old = {key: now[key] for key in changed}
         return ConfigChange(first_step=trained + 1, old=old, new=changed)
 
+    def plan_fork(self, requested: Mapping[str, Any], step: int, name: str) -> ConfigChange:
+        """Returns the change with which a fork begins: its name, and the values that it changes.
+
+        requested: values by section, as in a file; those of a preset hold if they name an
+        algorithm. step: the last step that the fork shares with this run. name: of the fork.
+
+        Raises `ConfigError` for keys that the past depends on, for values that are not valid, and
+        unless a step is left to train.
+        """
+        now = flatten(self.at(step + 1).model_dump(mode="json"))
+        last = flatten(self.current.model_dump(mode="json"))
+        where = f"fork of run {self.current.name!r}"
+        config = override_config(
+            values_of_user(self.current), requested, {"name": name}, where=where
+        )
+        wanted = flatten(config.model_dump(mode="json"))
+        given = flatten(requested)
+        changed = {
+            key
+            for key in {*wanted, *last}
+            if wanted.get(key, _ABSENT) != last.get(key, _ABSENT)
+            or (key in given and wanted.get(key, _ABSENT) != now.get(key, _ABSENT))
+        }
+        given_others = {
+            key: wanted.get(key) for key in sorted(changed) if wanted.get(key) != last.get(key)
+        }
+        _refuse_fixed_in_forks(where, given_others)
+        _refuse_other_checkpoint(where, self.at(step), config, step)
+        if config.steps <= step:
+            raise ConfigError(
+                f"{where}: it has no step left to train after step {step}, because steps is "
+                f"{config.steps}; set a number of steps above {step} (steps=...), or fork earlier"
+            )
+        return ConfigChange(
+            first_step=step + 1,
+            old={key: now[key] for key in sorted(changed) if key in now},
+            new={key: wanted[key] for key in sorted(changed) if key in wanted},
+        )
+
+
+def values_of_user(config: RunConfig) -> dict[str, Any]:
+    """Returns the values of a configuration that are not those of its algorithm's preset.
+
+    They are what a file would have to set for this configuration.
+    """
+    preset = config_from({"algorithm": config.algorithm})
+    values, defaults = config.model_dump(mode="json"), preset.model_dump(mode="json")
+    return {**_differing(values, defaults), "algorithm": config.algorithm}
+
+
+def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that differ from the defaults; sections of another kind as a whole."""
+    differing: dict[str, Any] = {}
+    for key, value in values.items():
+        default = defaults.get(key, _ABSENT)
+        if value == default:
+            continue
+        is_section = isinstance(value, Mapping) and isinstance(default, Mapping)
+        if is_section and value.keys() == default.keys() and key != "options":
+            value = _differing(value, default)
+        differing[key] = value
+    return differing
+
+
+def _refuse_fixed_in_forks(where: str, changed: Mapping[str, Any]) -> None:
+    for key, value in changed.items():
+        if fnmatchcase(key, FREE_IN_FORKS):
+            continue
+        for pattern, depends in FIXED_IN_FORKS.items():
+            if fnmatchcase(key, pattern):
+                raise ConfigError(
+                    f"{where}: {key}={value} cannot change in a fork, because the past that it "
+                    f"shares depends on this key from step 1 on: {depends}; leave it as it is, or "
+                    "start a new run with `bapo run`"
+                )
+
+
+def _refuse_other_checkpoint(where: str, before: RunConfig, after: RunConfig, step: int) -> None:
+    """Raises `ConfigError` if checkpoints up to a step have other states than the fork trains."""
+
+    def states(config: RunConfig) -> dict[str, tuple[object, bool | int | None]]:
+        reset = config.kl.reset_after
+        return {
+            "advantage.estimator": (
+                config.advantage.estimator,
+                config.advantage.estimator == "gae",  # a critic
+            ),
+            "demonstrations.supervise_every": (
+                config.demonstrations.supervise_every,
+                config.demonstrations.supervise_every > 0,  # an optimizer of supervised updates
+            ),
+            "kl.reset_after": (reset, reset if reset is not None and reset <= step else None),
+        }
+
+    stored, wanted = states(before), states(after)
+    for key, (value, state) in wanted.items():
+        if state != stored[key][1]:
+            raise ConfigError(
+                f"{where}: {key}={value} cannot change in a fork at step {step}, because the "
+                f"checkpoint that it begins with was written with {key}={stored[key][0]}, and what "
+                "it stores depends on that; leave it as it is, or start a new run with `bapo run`"
+            )
+
 
 def may_change(key: str) -> bool:
     """Whether a dotted key may have another value from a step on."""
@@ -145,8 +296,8 @@ def refuse_fixed_keys(run: str, changed: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"run {run!r} cannot change {', '.join(fixed[:5])}{more}: its steps would be of two "
             f"methods or of two tasks; it may change {', '.join(CHANGEABLE)}; for other keys, "
-            f"start a new run from its weights: `bapo checkpoints {run} --step STEP --export "
-            "DIRECTORY`, then `bapo run` with model.path=DIRECTORY and a name of its own"
+            f"fork it: `bapo fork {run} --at STEP {fixed[0]}` makes a new run with the same past "
+            "up to this step"
         )
 
 

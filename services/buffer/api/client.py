@@ -171,6 +171,16 @@ class BufferClient:
         """
         return self._call(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
 
+    def fork_run(self, request: wire.ForkRequest) -> wire.RunState:
+        """Makes a fork of this client's run, or returns the one made by the same request.
+
+        Raises `ServiceError`: 409 for a step that may be trained again, for weights that are not
+        stored any more, and for an existing run of this name; 422 for keys that the past depends on
+        and for values that are not valid.
+        """
+        path = f"/v1/runs/{self.run}/forks"
+        return self._call(wire.RunState, "POST", path, json=request.model_dump())
+
     def runs(self, status: wire.Status | None = None) -> list[wire.RunState]:
         """Returns all runs, or those with a status, newest first."""
         return list(self._get_all(wire.RunState, "runs", status=status, limit=1000))

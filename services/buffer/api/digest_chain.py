@@ -65,6 +65,19 @@ def digest_change(previous: str, change: wire.RecordedChange) -> str:
     return digest_values([previous, change.model_dump(mode="json", exclude={"digest"})])
 
 
+def add_change(
+    config: Mapping[str, Any],
+    changes: Sequence[wire.RecordedChange],
+    change: wire.RecordedChange,
+) -> list[wire.RecordedChange]:
+    """Returns the changes with one more, whose digest is that of the chain.
+
+    config: the run's configuration before any change.
+    """
+    previous = changes[-1].digest if changes else digest_values(config)
+    return [*changes, change.model_copy(update={"digest": digest_change(previous, change)})]
+
+
 def check_changes(config: Mapping[str, Any], changes: Sequence[wire.RecordedChange]) -> None:
     """Raises `BapoError` for the first change whose digest is not that of what is recorded."""
     previous = digest_configuration(config, changes, 0)
@@ -82,11 +95,13 @@ def check_chain(
     config: Mapping[str, Any],
     steps: Sequence[wire.StepView],
     changes: Sequence[wire.RecordedChange] = (),
+    fork: wire.ForkOrigin | None = None,
 ) -> None:
     """Checks the changes of the configuration, and the links of consecutive steps.
 
     config: the run's stored configuration, before or after its changes. steps: the first may be any
-    step.
+    step. fork: what the run is a fork of. If its last shared steps were trained again, the weights
+    that it began with may be others than the parent's, by the order of the machine's sums.
 
     Raises `BapoError` as `check_changes` does, and for the first step without a link, whose link is
     not the digest of what is recorded, or that did not begin with the weights that the step before
@@ -109,7 +124,8 @@ def check_chain(
                     "the recorded digests, configuration and link before, so one of them was "
                     "changed after the commit"
                 )
-        if before is not None and before.weights_after != found.weights_before:
+        begins = fork is not None and fork.checkpoint < fork.step == view.step - 1
+        if before is not None and before.weights_after != found.weights_before and not begins:
             raise BapoError(
                 f"step {view.step} did not begin with the weights that step {view.step - 1} had "
                 "ended with: what lies between them was not committed"

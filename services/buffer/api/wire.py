@@ -300,6 +300,43 @@ StoredConfig = Annotated[
 ]
 
 
+class ForkOrigin(Wire):
+    """The run, and its step, that another run is a fork of."""
+
+    run: str
+    """Name of the run whose steps up to `step` are the fork's past."""
+    step: int
+    """Last step that both runs share."""
+    checkpoint: int
+    """Step of the checkpoint that the fork began with; 0 is the initial model. The steps after it,
+    up to `step`, were trained again on their recorded batches."""
+    rollouts_until: int | None = None
+    """Last step that is trained on groups of `run`, in place of rollouts of its own; null if the
+    fork rolls out all steps after `step`."""
+
+    def describe(self) -> str:
+        """Returns the run and the step, and the steps with its rollouts."""
+        origin = f"{self.run} at step {self.step}"
+        if self.rollouts_until is None:
+            return origin
+        return f"{origin}, on its rollouts to step {self.rollouts_until}"
+
+
+class ForkRequest(Wire):
+    """A new run whose past is that of another run."""
+
+    name: str = Field(pattern=RUN_NAME)
+    """Name of the new run."""
+    step: int = Field(ge=0)
+    """Last step of the past; 0 shares the prompts alone."""
+    rollouts_until: int | None = Field(None, ge=1)
+    """Last step that is trained on the recorded groups of the run, in place of rollouts: batches
+    are composed of them by the fork's own rules. Null rolls out all steps after `step`."""
+    values: dict[str, Any] = {}
+    """Values of the configuration that are others from the next step on, by section as in a file.
+    If they name an algorithm, those of its preset hold where the run had those of its own."""
+
+
 class RunState(Wire):
     """A run: its configuration, its status, and how far it has come."""
 
@@ -329,6 +366,8 @@ class RunState(Wire):
     """Argo workflow that trains the run, as `namespace/name`; null outside a cluster."""
     stopped: Stop | None = None
     """Who stopped the run, and why; null unless it is stopped, and where that was not recorded."""
+    forked_from: ForkOrigin | None = None
+    """What the run is a fork of; null for a run that began at step 1."""
 
     @field_validator("config", mode="wrap")
     @classmethod

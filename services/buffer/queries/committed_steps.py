@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Select, select
 
 from services.buffer.api import wire
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.tables import Run, StepRecord
 
 
@@ -29,7 +30,7 @@ def sampled_steps(run: Run, after: int, points: int) -> range:
 
 def _committed(run: Run) -> Select[StepRecord]:
     return select(StepRecord).where(
-        StepRecord.run_id == run.id, StepRecord.committed_at.is_not(None)
+        of_run(run, StepRecord.run_id, StepRecord.step), StepRecord.committed_at.is_not(None)
     )
 
 

@@ -25,6 +25,7 @@ from services.buffer.api import wire
 from services.buffer.queries.committed_steps import sampled_steps
 from services.buffer.queries.difficulty import bins_at
 from services.buffer.queries.evaluations import list_evaluations
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.tables import Run, StepRecord
 from services.common.problems import bad_request
 
@@ -249,7 +250,9 @@ def _fresh_points(run: Run, steps: set[int]) -> list[wire.FreshPoint]:
             func.sum(StepRecord.tokens).over(order_by=StepRecord.step).label("tokens"),
             func.sum(phases).over(order_by=StepRecord.step).label("seconds"),
         )
-        .where(StepRecord.run_id == run.id, StepRecord.committed_at.is_not(None))
+        .where(
+            of_run(run, StepRecord.run_id, StepRecord.step), StepRecord.committed_at.is_not(None)
+        )
         .subquery()
     )
     statement = select(totals).where(totals.c.step.in_(steps)).order_by(totals.c.step)

@@ -18,11 +18,12 @@ def explain_decision(run: Run, step: int, uid: str) -> wire.Decision:
 
     Raises 404 if the batch of the step has not been built, or if the run has no such prompt.
     """
+    name, run = run.name, run.of_step(step)
     record = run.session.get(StepRecord, (run.id, step))
     if record is None:
-        raise not_found(f"batch of step {step} in run {run.name!r}")
+        raise not_found(f"batch of step {step} in run {name!r}")
     prompt = find_prompt(run, uid)
-    config = run.config
+    config = run.config_at(step)
     source = run.session.scalar(
         select(BatchMemberRow.source)
         .join(RolloutGroup, RolloutGroup.id == BatchMemberRow.group_id)

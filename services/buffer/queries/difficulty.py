@@ -19,6 +19,7 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from services.buffer.api import wire
 from services.buffer.queries.committed_steps import sampled_steps
 from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.lineage import lineage_parameters, of_run
 from services.buffer.storage.tables import (
     DifficultySnapshot,
     PromptDifficulty,
@@ -34,11 +35,11 @@ SNAPSHOT_EVERY = 32
 UNSEEN = 255
 """Value in a snapshot for a prompt that was not attempted yet."""
 
-_ADD_GROUPS = text("""
+_ADD_GROUPS = """
     insert into prompt_difficulty
         (run_id, prompt_id, attempts, first_mean, last_mean, best_mean, first_solved_step,
          last_step, bin)
-    select run_id, prompt_id, count(*),
+    select :run_id, prompt_id, count(*),
         (array_agg(accuracy order by step, kind))[1],
         (array_agg(accuracy order by step desc, kind desc))[1],
         max(accuracy),
@@ -46,9 +47,12 @@ _ADD_GROUPS = text("""
         max(step),
         (array_agg(correct order by step desc, kind desc))[1]
     from rollout_group
-    where run_id = :run_id and kind <> 'evaluation' and step between :first and :last
-        and prompt_id = any(:prompt_ids)
-    group by run_id, prompt_id
+    join unnest(cast(:run_ids as bigint[]), cast(:last_steps as bigint[]))
+        as ancestor (run_id, last_step) using (run_id)
+    where run_id = any(cast(:run_ids as bigint[])) and kind <> 'evaluation'
+        and step between :first and least(cast(:last as bigint), last_step)
+        {of_prompts}
+    group by prompt_id
     on conflict (run_id, prompt_id) do update set
         attempts = prompt_difficulty.attempts + excluded.attempts,
         last_mean = excluded.last_mean,
@@ -56,7 +60,9 @@ _ADD_GROUPS = text("""
         first_solved_step =
             coalesce(prompt_difficulty.first_solved_step, excluded.first_solved_step),
         last_step = excluded.last_step, bin = excluded.bin
-""")
+"""
+_ADD_ALL_GROUPS = text(_ADD_GROUPS.format(of_prompts=""))
+_ADD_GROUPS_OF_PROMPTS = text(_ADD_GROUPS.format(of_prompts="and prompt_id = any(:prompt_ids)"))
 
 
 def update(run: Run, step: int) -> list[int]:
@@ -98,6 +104,15 @@ def restore(run: Run, step: int, prompt_ids: list[int]) -> None:
     _add_groups(run, 1, step, prompt_ids)
 
 
+def derive_past(run: Run) -> None:
+    """Derives the prompts of a fork from the groups of its past, unless that has been done."""
+    if run.fork_step is None:
+        return
+    derived = select(PromptDifficulty.prompt_id).where(PromptDifficulty.run_id == run.id).limit(1)
+    if run.session.scalar(derived) is None:
+        _add_groups(run, 1, run.fork_step, None)
+
+
 def _attempted_prompts(run: Run, first: int, last: int | None) -> list[int]:
     """Returns the ids of training prompts with a group in steps first..last."""
     statement = select(RolloutGroup.prompt_id).where(
@@ -120,10 +135,16 @@ def _current_bins(run: Run, prompt_ids: list[int]) -> list[int]:
     )
 
 
-def _add_groups(run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
-    """Adds the groups of steps first..last, none of which may have been added before."""
-    parameters = {"run_id": run.id, "first": first, "last": last, "prompt_ids": prompt_ids}
-    run.session.execute(_ADD_GROUPS, parameters)
+def _add_groups(run: Run, first: int, last: int, prompt_ids: list[int] | None) -> None:
+    """Adds the groups of steps first..last, none of which may have been added before.
+
+    prompt_ids: of the prompts whose groups are added; None for all.
+    """
+    parameters = {"run_id": run.id, "first": first, "last": last, **lineage_parameters(run)}
+    if prompt_ids is None:
+        run.session.execute(_ADD_ALL_GROUPS, parameters)
+    else:
+        run.session.execute(_ADD_GROUPS_OF_PROMPTS, {**parameters, "prompt_ids": prompt_ids})
 
 
 # ---- any step -----------------------------------------------------------------------------------
@@ -131,7 +152,7 @@ def _add_groups(run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
 
 def bins_after(run: Run, step: int) -> list[int]:
     """Returns the number of attempted prompts by bin, k of G correct, after a commit."""
-    record = run.session.get(StepRecord, (run.id, step)) if step else None
+    record = run.session.get(StepRecord, (run.of_step(step).id, step)) if step else None
     if record is None or record.difficulty_bins is None:
         return [0] * (run.config.rollout.group_size + 1)
     return list(record.difficulty_bins)
@@ -144,7 +165,10 @@ def bins_as_of(run: Run, step: int) -> NDArray[np.uint8]:
     """
     snapshot = run.session.scalar(
         select(DifficultySnapshot)
-        .where(DifficultySnapshot.run_id == run.id, DifficultySnapshot.step <= step)
+        .where(
+            of_run(run, DifficultySnapshot.run_id, DifficultySnapshot.step),
+            DifficultySnapshot.step <= step,
+        )
         .order_by(DifficultySnapshot.step.desc())
         .limit(1)
     )
@@ -162,7 +186,7 @@ def bins_as_of(run: Run, step: int) -> NDArray[np.uint8]:
         )
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
-            RolloutGroup.run_id == run.id,
+            of_run(run, RolloutGroup.run_id, RolloutGroup.step),
             RolloutGroup.step > (0 if snapshot is None else snapshot.step),
             RolloutGroup.step <= step,
             RolloutGroup.kind != "evaluation",
@@ -199,7 +223,7 @@ def bins_history(run: Run, points: int) -> list[wire.DifficultyBins]:
     prompts = dataset_size(run.session, run.train_dataset)
     rows = run.session.execute(
         select(StepRecord.step, StepRecord.difficulty_bins)
-        .where(StepRecord.run_id == run.id, StepRecord.step.in_(steps))
+        .where(of_run(run, StepRecord.run_id, StepRecord.step), StepRecord.step.in_(steps))
         .order_by(StepRecord.step)
     )
     return [

@@ -18,6 +18,7 @@ from bapo_core.metrics import (
     unlocked_fraction,
 )
 from services.buffer.api import wire
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
@@ -102,7 +103,10 @@ def list_evaluations(run: Run, evaluation_set: str | None = None) -> list[wire.E
     name, _ = resolve_set(run, evaluation_set)
     rows = run.session.scalars(
         select(EvaluationRecord)
-        .where(EvaluationRecord.run_id == run.id, EvaluationRecord.evaluation_set == name)
+        .where(
+            of_run(run, EvaluationRecord.run_id, EvaluationRecord.version),
+            EvaluationRecord.evaluation_set == name,
+        )
         .order_by(EvaluationRecord.version)
     )
     return [
@@ -163,7 +167,7 @@ def evaluation_migration(
 
 
 def _correct_by_uid(run: Run, version: int, name: str) -> dict[str, int]:
-    if run.session.get(EvaluationRecord, (run.id, version, name)) is None:
+    if run.session.get(EvaluationRecord, (run.of_step(version).id, version, name)) is None:
         raise not_found(
             f"complete evaluation of version {version} in run {run.name!r} on the set {name}"
         )

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from services.buffer.api.trajectories import SCHEMA, with_all_columns
 from services.buffer.api.wire import ManifestMember
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.stored_groups import SUMMARY_COLUMNS
 from services.buffer.storage.tables import PromptDifficulty, PromptRow, RolloutGroup, Run
 from services.common.objectstore import ObjectStore
@@ -144,7 +145,7 @@ def groups_arrow(
         )
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
-            RolloutGroup.run_id == run.id,
+            of_run(run, RolloutGroup.run_id, RolloutGroup.step),
             RolloutGroup.step.between(first, last),
             RolloutGroup.kind != "evaluation",
         )

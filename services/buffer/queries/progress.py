@@ -11,6 +11,7 @@ from services.buffer.api import wire
 from services.buffer.steps.step_groups import count_evaluated, count_groups, missing_fresh
 from services.buffer.steps.step_state import reevaluated_entries
 from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.tables import EvaluationRecord, Run, StepRecord, WeightVersion
 
 
@@ -60,13 +61,13 @@ def _open_evaluations(run: Run) -> list[wire.RolloutProgress]:
     measured = set(
         run.session.execute(
             select(EvaluationRecord.version, EvaluationRecord.evaluation_set).where(
-                EvaluationRecord.run_id == run.id
+                of_run(run, EvaluationRecord.run_id, EvaluationRecord.version)
             )
         ).tuples()
     )
     due = [
         (version, name)
-        for version in range(1, run.current_step + 2)
+        for version in range((run.fork_step or 0) + 1, run.current_step + 2)
         for name in run.config_at(version).evaluation_sets_at(version)
         if (version, name) not in measured
     ]

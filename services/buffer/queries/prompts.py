@@ -9,7 +9,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
 
 from services.buffer.api import wire
+from services.buffer.steps.buffers import entries_of_groups
 from services.buffer.steps.samplers import current_posterior
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.pages import Key, after_cursor, page_of
 from services.buffer.storage.tables import (
     BatchMemberRow,
@@ -185,18 +187,25 @@ def prompt_history(run: Run, uid: str) -> wire.PromptHistory:
     groups = list(
         run.session.scalars(
             select(RolloutGroup)
-            .where(RolloutGroup.run_id == run.id, RolloutGroup.prompt_id == prompt.id)
+            .where(
+                of_run(run, RolloutGroup.run_id, RolloutGroup.step),
+                RolloutGroup.prompt_id == prompt.id,
+            )
             .order_by(RolloutGroup.step, RolloutGroup.kind)
         )
     )
     ids = [group.id for group in groups]
     batches: dict[int, list[int]] = defaultdict(list)
-    members = select(BatchMemberRow.group_id, BatchMemberRow.step).order_by(BatchMemberRow.step)
-    for group_id, step in run.session.execute(members.where(BatchMemberRow.group_id.in_(ids))):
-        batches[group_id].append(step)
-    entries = run.session.scalars(
-        select(BufferEntry).where(BufferEntry.group_id.in_(ids)).order_by(BufferEntry.id)
+    members = (
+        select(BatchMemberRow.group_id, BatchMemberRow.step)
+        .where(
+            of_run(run, BatchMemberRow.run_id, BatchMemberRow.step),
+            BatchMemberRow.group_id.in_(ids),
+        )
+        .order_by(BatchMemberRow.step)
     )
+    for group_id, step in run.session.execute(members):
+        batches[group_id].append(step)
     row = run.session.get(PromptDifficulty, (run.id, prompt.id))
     return wire.PromptHistory(
         uid=prompt.uid,
@@ -206,7 +215,7 @@ def prompt_history(run: Run, uid: str) -> wire.PromptHistory:
         difficulty=None if row is None else _difficulty_view(row, prompt),
         posterior=current_posterior(run, prompt),
         attempts=[_attempt(group, batches[group.id]) for group in groups],
-        stays=[_stay(entry) for entry in entries],
+        stays=[_stay(entry) for entry in entries_of_groups(run, ids)],
     )
 
 

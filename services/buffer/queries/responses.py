@@ -17,6 +17,7 @@ from services.buffer.queries.evaluations import resolve_set
 from services.buffer.queries.exports import rows_of_groups
 from services.buffer.runs import runs
 from services.buffer.service import Service
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.pages import after_cursor, decode_cursor, encode_cursor
 from services.buffer.storage.stored_groups import LOCATION_COLUMNS
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
@@ -95,7 +96,11 @@ def _select_groups(run: Run, filter_: Filter, cursor: str | None) -> list[_Group
     statement = (
         select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS, PromptRow.payload)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, kinds, RolloutGroup.step.between(first, last))
+        .where(
+            of_run(run, RolloutGroup.run_id, RolloutGroup.step),
+            kinds,
+            RolloutGroup.step.between(first, last),
+        )
     )
     if filter_.correct is not None:
         has_such = RolloutGroup.correct > 0
@@ -130,7 +135,7 @@ def _range(
         newest = (
             select(func.max(RolloutGroup.step))
             .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-            .where(RolloutGroup.run_id == run.id, kinds)
+            .where(of_run(run, RolloutGroup.run_id, RolloutGroup.step), kinds)
         )
         last = run.session.scalar(newest) or 0
     first = last if filter_.first is None else filter_.first

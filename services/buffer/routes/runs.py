@@ -10,10 +10,11 @@ from pydantic import Field
 from services.buffer.api import wire
 from services.buffer.queries import comparisons
 from services.buffer.routes.common import LARGEST_CONFIG, Attempt, Cursor, Limit, RunName
-from services.buffer.runs import lifecycle, runs
+from services.buffer.runs import forks, lifecycle, runs
 from services.buffer.runs.tokens import AcceptedToken, permit
 from services.buffer.service import ServiceDep
 from services.common.guard import GuardedRoute
+from services.common.problems import Problem
 
 READ, RUN = permit("read"), permit("run")
 END = permit("run", "pipeline")
@@ -63,6 +64,24 @@ def get_run(service: ServiceDep, name: RunName) -> wire.RunState:
     """Returns a run: its configuration, its status and its last committed step."""
     with service.sessions() as session:
         return runs.run_state(runs.get_run(session, name))
+
+
+@router.post("/runs/{name}/forks", tags=["runs"], dependencies=CREATE)
+def fork_run(
+    service: ServiceDep, name: RunName, request: Request, fork: wire.ForkRequest
+) -> wire.RunState:
+    """Makes a new run whose past is this run's up to a step, with other values from there on.
+
+    Groups, batches, weights and checkpoints of the past are shared, not copied. Returns the fork
+    that exists if it is the same. 409 for a step after the last checkpoint, which may be trained
+    again, and for weights that are not stored any more; 422 for keys that the past depends on.
+    """
+    token: AcceptedToken = request.state.token
+    if token.run not in (None, fork.name):
+        raise Problem(403, "Forbidden", f"this token is for run {token.run!r} alone")
+    by = f"token {token.name!r}"
+    with service.write_transaction(name) as session:
+        return runs.run_state(forks.fork_run(session, name, fork, by=by))
 
 
 @router.get("/comparisons", tags=["runs"], dependencies=READ)

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from bapo_core.config import ConfigChange, ConfigError, ConfigHistory
 from services.buffer.api import digest_chain, wire
 from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
+from services.buffer.queries import difficulty
 from services.buffer.storage.artifacts import latest_checkpoint
 from services.buffer.steps.commits import rewind_run
 from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
@@ -57,13 +58,14 @@ def begin_attempt(session: Session, name: str, *, reopen: bool) -> Run:
 def _begin_attempt(run: Run) -> None:
     run.attempt += 1
     run.attempt_began_at = datetime.now(UTC)
+    difficulty.derive_past(run)
     rewind_run(run, _step_to_continue_from(run))
 
 
 def _step_to_continue_from(run: Run) -> int:
-    """Returns the step of the last checkpoint; 0 without one."""
+    """Returns the step of the last checkpoint; 0 without one, and not below that of a fork."""
     checkpoint = latest_checkpoint(run)
-    return 0 if checkpoint is None else checkpoint.number
+    return max(0 if checkpoint is None else checkpoint.number, run.fork_step or 0)
 
 
 def change_config(session: Session, name: str, values: Mapping[str, Any], *, by: str) -> Run:
@@ -106,12 +108,9 @@ def record_change(run: Run, change: ConfigChange, by: str) -> None:
         at=datetime.now(UTC),
         digest="0" * 64,  # not hashed
     )
-    earlier = run.changes
-    previous = earlier[-1].digest if earlier else digest_chain.digest_values(run.config_json)
-    digest = digest_chain.digest_change(previous, recorded)
-    recorded = recorded.model_copy(update={"digest": digest})
+    changes = digest_chain.add_change(run.config_json, run.changes, recorded)
     # A list that is changed in place would not be written.
-    run.changes_json = [*run.changes_json, recorded.model_dump(mode="json")]
+    run.changes_json = [change.model_dump(mode="json") for change in changes]
     run.__dict__.pop("config", None)  # it was computed before the change
 
 
@@ -248,6 +247,7 @@ def delete_run(service: Service, name: str) -> None:
         run = lock_any_attempt(session, name)
         if run.status in OPEN_STATUSES:
             raise conflict(f"run {name!r} is {run.status}; stop it before deleting it")
+        _refuse_with_forks(run)
         # The status refuses every process of the run, so no object with a row is added to it from
         # here on. A last write of a collector's journal becomes garbage.
         run.attempt += 1
@@ -269,6 +269,18 @@ def delete_run(service: Service, name: str) -> None:
             session.execute(delete(table).where(table.run_id == run.id))
         tokens.delete_bound(session, run.name)
         session.delete(run)
+
+
+def _refuse_with_forks(run: Run) -> None:
+    """Raises 409 if there are forks of the run, whose past is the run's."""
+    forks = select(Run.name).where(Run.parent_id == run.id).order_by(Run.id)
+    names = list(run.session.scalars(forks.limit(4)))
+    if names:
+        more = " and more" if len(names) > 3 else ""
+        raise conflict(
+            f"run {run.name!r} cannot be deleted, because its groups, batches and weights are the "
+            f"past of its forks {', '.join(names[:3])}{more}; delete these first"
+        )
 
 
 def _forget_stop(run: Run) -> None:

@@ -98,6 +98,20 @@ def run_state(run: Run) -> wire.RunState:
         created_at=run.created_at,
         workflow=run.workflow,
         stopped=_stop_of(run),
+        forked_from=_origin_of(run),
+    )
+
+
+def _origin_of(run: Run) -> wire.ForkOrigin | None:
+    if run.parent is None:
+        return None
+    assert run.fork_step is not None
+    assert run.fork_checkpoint is not None
+    return wire.ForkOrigin(
+        run=run.parent.name,
+        step=run.fork_step,
+        checkpoint=run.fork_checkpoint,
+        rollouts_until=run.rollouts_until,
     )
 
 

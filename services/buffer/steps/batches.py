@@ -27,6 +27,7 @@ from services.buffer.steps.step_state import (
 )
 from services.buffer.storage.artifacts import is_set_aside
 from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.pages import after_cursor, page_of
 from services.buffer.storage.stored_groups import (
     LOCATION_COLUMNS,
@@ -45,6 +46,7 @@ def build_step_batch(run: Run, step: int) -> wire.BatchManifest:
     the one after the last committed one, or has its batch already.
     """
     check_rollouts(run.config_at(step), wire.Rollouts(step, "fresh"))
+    run = run.of_step(step)
     record = run.session.get(StepRecord, (run.id, step))
     if record is None:
         if run.status == "paused":
@@ -65,6 +67,8 @@ def build_step_batch(run: Run, step: int) -> wire.BatchManifest:
 
 def _missing(run: Run, step: int) -> str:
     """Describes what the batch of a step still waits for; empty when it can be built."""
+    if run.has_recorded_rollouts(step):
+        return ""
     kinds: list[wire.Kind] = ["fresh"]
     if run.config.reevaluates_at(step):
         kinds.append("reevaluation")
@@ -80,6 +84,7 @@ def _missing(run: Run, step: int) -> str:
 
 def recorded_batch(run: Run, step: int) -> wire.BatchManifest | None:
     """Returns the batch of `step`, or None if it has not been built."""
+    run = run.of_step(step)
     record = run.session.get(StepRecord, (run.id, step))
     return None if record is None else _manifest(run, record)
 
@@ -88,7 +93,9 @@ def list_batches(
     run: Run, after: int, cursor: str | None, limit: int
 ) -> wire.Page[wire.BatchSummary]:
     """Returns a page of the composition of every batch after step `after`, by step."""
-    statement = select(StepRecord).where(StepRecord.run_id == run.id, StepRecord.step > after)
+    statement = select(StepRecord).where(
+        of_run(run, StepRecord.run_id, StepRecord.step), StepRecord.step > after
+    )
     order = (StepRecord.step.expression,)
     rows = list(run.session.scalars(after_cursor(statement, order, "step", cursor, limit)))
     return page_of(
@@ -207,7 +214,7 @@ def _supervised(run: Run, record: StepRecord) -> list[wire.ManifestMember]:
     rows = run.session.execute(
         select(literal(DEMONSTRATED).label("source"), *_member_columns(run.config))
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, RolloutGroup.id.in_(group_ids))
+        .where(RolloutGroup.id.in_(group_ids))
         .order_by(RolloutGroup.step, RolloutGroup.position)
     )
     return [manifest_member(row).model_copy(update={"rows": []}) for row in rows]
@@ -225,7 +232,7 @@ def _replayable(run: Run, record: StepRecord) -> list[wire.ManifestMember]:
     rows = run.session.execute(
         select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, RolloutGroup.id.in_(admitted))
+        .where(RolloutGroup.id.in_(admitted))
         .order_by(RolloutGroup.id)
     )
     return [manifest_member(row) for row in rows]

@@ -6,7 +6,8 @@ commit can be read without a copy. The rules of admission are `bapo_core.buffers
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from sqlalchemy import (
     BigInteger,
@@ -15,7 +16,9 @@ from sqlalchemy import (
     and_,
     cast,
     func,
+    insert,
     literal,
+    or_,
     select,
     union_all,
     update,
@@ -26,6 +29,7 @@ from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.queries.difficulty import check_committed
 from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.pages import after_cursor, page_of
 from services.buffer.storage.stored_groups import SUMMARY_COLUMNS
 from services.buffer.storage.tables import BufferEntry, PromptRow, RolloutGroup, Run
@@ -42,6 +46,46 @@ def buffer_as_of(run: Run, buffer: wire.BufferName, step: int) -> list[GroupSumm
         .order_by(RolloutGroup.step, RolloutGroup.kind, RolloutGroup.position)
     )
     return [GroupSummary(*row) for row in rows]
+
+
+def share_entries(run: Run, parent: Run, step: int) -> None:
+    """Gives a fork entries of its own for the groups in the buffers of `parent` after `step`, which
+    commits of the fork evict without an effect on the parent."""
+    columns = (BufferEntry.buffer, BufferEntry.group_id, BufferEntry.accuracy)
+    for buffer in get_args(wire.BufferName):
+        run.session.execute(
+            insert(BufferEntry).from_select(
+                ["run_id", "inserted_step", *(column.key for column in columns)],
+                select(literal(run.id), BufferEntry.inserted_step, *columns)
+                .where(_in_buffer(parent, buffer, step))
+                .order_by(BufferEntry.id),
+            )
+        )
+
+
+def entries_of_groups(run: Run, group_ids: Sequence[int]) -> list[BufferEntry]:
+    """Returns the residencies of groups in the buffers of a run, in the order of admission.
+
+    The entries of a fork stand for those that were in its parent's buffers when it began.
+    """
+    own, *before = run.lineage
+    entries = or_(
+        BufferEntry.run_id == own.run_id,
+        *(
+            and_(
+                BufferEntry.run_id == ancestor.run_id,
+                BufferEntry.evicted_step <= ancestor.last_step,
+            )
+            for ancestor in before
+        ),
+    )
+    return list(
+        run.session.scalars(
+            select(BufferEntry)
+            .where(BufferEntry.group_id.in_(group_ids), entries)
+            .order_by(BufferEntry.id)
+        )
+    )
 
 
 def apply_change(run: Run, buffer: wire.BufferName, step: int, change: BufferChange) -> None:
@@ -73,6 +117,7 @@ def apply_change(run: Run, buffer: wire.BufferName, step: int, change: BufferCha
 
 def _in_buffer(run: Run, buffer: wire.BufferName, step: int) -> ColumnElement[bool]:
     """Matches entries admitted by `step` and not evicted by then."""
+    run = run.of_step(step)
     if step >= run.current_step:
         # The current contents have a partial index.
         residency = BufferEntry.evicted_step.is_(None)
@@ -124,7 +169,7 @@ def summarise_buffers(run: Run, step: int | None) -> list[wire.BufferSummary]:
     if step is None:
         step = run.current_step
     check_committed(run, step, "step")
-    config = run.config
+    config = run.config_at(step + 1)
     capacities: dict[wire.BufferName, int] = {
         "hard": config.hard_capacity,
         "high_quality": config.high_quality_buffer.capacity,
@@ -197,7 +242,7 @@ def list_events(
             BufferEntry.accuracy.label("accuracy"),
         )
         statement = select(*columns).where(
-            BufferEntry.run_id == run.id, BufferEntry.buffer == buffer, step > after
+            of_run(run, BufferEntry.run_id, step), BufferEntry.buffer == buffer, step > after
         )
         # Each half follows its index and is no longer than a page: its cost does not grow with
         # the run.

@@ -46,7 +46,7 @@ def commit_step(run: Run, step: int, commit: wire.Commit) -> None:
         )
     record.metrics = commit.metrics | samplers.update(run, step) | _count_responses(run, step)
     if commit.digests is not None:
-        before = run.session.get(StepRecord, (run.id, step - 1))
+        before = run.session.get(StepRecord, (run.of_step(step - 1).id, step - 1))
         previous = None if before is None or before.digests is None else before.digests["chain"]
         link = digest_chain.link(previous, run.config_json, step, commit.digests, run.changes)
         record.digests = link.model_dump()
@@ -83,17 +83,35 @@ def _count_responses(run: Run, step: int) -> dict[str, float]:
     }
 
 
+def _refuse_shared_steps(run: Run, step: int) -> None:
+    if run.fork_step is not None and step < run.fork_step:
+        raise conflict(
+            f"cannot rewind to step {step}: the steps up to {run.fork_step} are those of the run "
+            f"that {run.name!r} is a fork of"
+        )
+    fork = run.session.scalar(
+        select(Run).where(Run.parent_id == run.id, Run.fork_step > step).limit(1)
+    )
+    if fork is not None:
+        raise conflict(
+            f"cannot rewind to step {step}: the steps up to {fork.fork_step} are the past of the "
+            f"fork {fork.name!r}; delete it first"
+        )
+
+
 def rewind_run(run: Run, step: int) -> None:
     """Undoes everything after the commit of `step` but the groups that are made for later steps.
 
     Those of policy version step + 1, which the checkpoint holds, or earlier stay valid. Later
     versions and their groups are set aside until the trainer publishes these versions again
-    (`artifacts.publish_weights`). Raises 409 if `step` is not committed.
+    (`artifacts.publish_weights`). Raises 409 if `step` is not committed, and if a later step is in
+    the past of a fork, or is in that of this run.
     """
     if step > run.current_step:
         raise conflict(
             f"cannot rewind to step {step}: the last committed step is {run.current_step}"
         )
+    _refuse_shared_steps(run, step)
     prompt_ids = difficulty.forget(run, step)
     samplers.forget(run, step)
     for table in (BatchMemberRow, StepRecord, Checkpoint):

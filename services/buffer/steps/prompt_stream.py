@@ -11,6 +11,7 @@ from __future__ import annotations
 from sqlalchemy import func, select
 
 from services.buffer.steps.step_groups import IS_MIXED, count_groups, missing_fresh
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.tables import RolloutGroup, Run, StepRecord
 
 
@@ -23,7 +24,7 @@ def count_drawn_before(run: Run, step: int) -> int | None:
     with_batch, drawn = run.session.execute(
         select(
             func.count(), func.coalesce(func.sum(StepRecord.counts["rolled_out"].as_integer()), 0)
-        ).where(StepRecord.run_id == run.id, StepRecord.step < step)
+        ).where(of_run(run, StepRecord.run_id, StepRecord.step), StepRecord.step < step)
     ).one()
     if with_batch == step - 1:
         return int(drawn)

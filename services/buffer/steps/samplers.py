@@ -23,6 +23,7 @@ from bapo_core.sampling import SAMPLERS, Draw, DrawContext, Posterior, draw_prom
 from services.buffer.api import wire
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.lineage import lineage_parameters, of_run
 from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import (
     PromptRow,
@@ -41,9 +42,15 @@ _NEWEST = text("""
     from unnest(cast(:positions as bigint[])) as candidate (position)
     cross join lateral (
         select a, b, power(cast(:fading as float8), cast(:step as bigint) - step) as weight
-        from sampler_posterior
-        where run_id = :run_id and position = candidate.position and step <= :step
-        order by step desc limit 1
+        from unnest(cast(:run_ids as bigint[]), cast(:last_steps as bigint[]))
+            with ordinality as ancestor (run_id, last_step, age)
+        cross join lateral (
+            select a, b, step from sampler_posterior
+            where run_id = ancestor.run_id and position = candidate.position
+                and step <= least(cast(:step as bigint), ancestor.last_step)
+            order by step desc limit 1
+        ) as of_ancestor
+        order by age limit 1
     ) as newest
 """)
 _NEWEST_OF_ALL = text("""
@@ -54,20 +61,26 @@ _NEWEST_OF_ALL = text("""
         select distinct on (position) position, a, b,
             power(cast(:fading as float8), cast(:step as bigint) - step) as weight
         from sampler_posterior
-        where run_id = :run_id and step <= :step
+        join unnest(cast(:run_ids as bigint[]), cast(:last_steps as bigint[]))
+            as ancestor (run_id, last_step) using (run_id)
+        where run_id = any(cast(:run_ids as bigint[]))
+            and step <= least(cast(:step as bigint), last_step)
         order by position, step desc
     ) as newest
 """)
 _COPY_PRIOR = text("""
     insert into sampler_posterior (run_id, position, step, a, b)
-    select :run_id, prompt.position, 0,
+    select :run_id, prompt.position, :step,
         1 + sum(correct * power(cast(:decay as float8), newer)),
         1 + sum((size - correct) * power(cast(:decay as float8), newer))
     from (
         select prompt_id, correct, size,
             row_number() over (partition by prompt_id order by step desc) - 1 as newer
         from rollout_group
-        where run_id = :prior_id and kind = 'fresh' and step between 1 and :last
+        join unnest(cast(:run_ids as bigint[]), cast(:last_steps as bigint[]))
+            as ancestor (run_id, last_step) using (run_id)
+        where run_id = any(cast(:run_ids as bigint[])) and kind = 'fresh'
+            and step between 1 and least(cast(:last as bigint), last_step)
     ) as result
     join prompt on prompt.id = result.prompt_id
     group by prompt.position
@@ -105,7 +118,8 @@ class StoredResults:
 
     def __init__(self, run: Run, step: int) -> None:
         self._run, self._step = run, step
-        self._parameters = {"run_id": run.id, "step": step, "fading": run.config.sampler.fading}
+        fading = run.config.sampler.fading
+        self._parameters = {"step": step, "fading": fading, **lineage_parameters(run)}
 
     def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
         by_position = self._read(_NEWEST, {"positions": sorted(positions)})
@@ -118,7 +132,8 @@ class StoredResults:
         return list(
             self._run.session.scalars(
                 select(StepRecord.bins).where(
-                    StepRecord.run_id == self._run.id, StepRecord.step <= self._step
+                    of_run(self._run, StepRecord.run_id, StepRecord.step),
+                    StepRecord.step <= self._step,
                 )
             )
         )
@@ -167,7 +182,9 @@ def draw_round(run: Run, step: int, generation_round: int, first: int = 0) -> Dr
     # Every delivery of the step asks for its prompts, and reading results takes long. They change
     # only if the commit of `as_of` is undone and made again.
     committed_at = run.session.scalar(
-        select(StepRecord.committed_at).where(StepRecord.run_id == run.id, StepRecord.step == as_of)
+        select(StepRecord.committed_at).where(
+            StepRecord.run_id == run.of_step(as_of).id, StepRecord.step == as_of
+        )
     )
     if as_of > 0 and committed_at is None:
         return compute()
@@ -254,13 +271,27 @@ def copy_prior(run: Run) -> None:
             f"groups of {sizes[1]}, and sampler.kind=exgrpo compares how many of them are correct; "
             "name another run, or remove the key"
         )
+    _derive_posteriors(run, 0, prior, prior.current_step)
+
+
+def continue_results(run: Run, step: int) -> None:
+    """Derives the posteriors that an adaptive sampler draws by, after step `step` of a fork whose
+    parent has none, from the groups of its past."""
+    past = run.of_step(step)
+    if run.config.sampler.is_adaptive and not past.config_at(step).sampler.is_adaptive:
+        _derive_posteriors(run, step, past, step)
+
+
+def _derive_posteriors(run: Run, step: int, source: Run, last: int) -> None:
+    """Stores the posteriors after the fresh groups of steps 1..last of `source`, as of `step`."""
     run.session.execute(
         _COPY_PRIOR,
         {
             "run_id": run.id,
-            "prior_id": prior.id,
-            "last": prior.current_step,
+            "step": step,
+            "last": last,
             "decay": run.config.sampler.posterior_decay,
+            **lineage_parameters(source),
         },
     )
 

@@ -94,6 +94,11 @@ def select_new(run: Run, rollouts: wire.Rollouts, groups: Sequence[GroupRows]) -
     new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
+    if new and kind != "evaluation" and run.has_recorded_rollouts(step):
+        raise conflict(
+            f"step {step} is trained on the recorded groups of the run that {run.name!r} is a fork "
+            "of; no group can be added to it"
+        )
     size = config.rollout.group_size
     if kind == "evaluation":
         size = config.evaluation_sets[evaluation_set or config.primary_set].samples
@@ -214,6 +219,8 @@ def missing_groups(run: Run, rollouts: wire.Rollouts) -> str:
     step, kind, evaluation_set = rollouts
     if kind == "evaluation":
         return _missing_of_set(run, step, dataset_of_set(run, evaluation_set))
+    if run.has_recorded_rollouts(step):
+        return ""
     recorded, mixed = count_groups(run, step, kind)
     if kind == "fresh":
         return missing_fresh(run.config, step, recorded, mixed)

@@ -45,6 +45,8 @@ def select_prompts(run: Run, rollouts: wire.Rollouts, generation_round: int) -> 
     check_rollouts(run.config_at(rollouts.step), rollouts)
     _check_round(config, rollouts.kind, generation_round)
     version = config.rollout_version(rollouts.step, rollouts.kind)
+    if rollouts.kind != "evaluation" and run.has_recorded_rollouts(rollouts.step):
+        return wire.StepPrompts(ready=True, policy_version=version, prompts=[], complete=True)
     undecided = run.current_step < _decided_by(config, rollouts)
     first = _first_prompt(run, rollouts)
     if undecided or first is None or run.status == "paused" or is_set_aside(run, version):

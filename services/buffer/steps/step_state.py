@@ -32,6 +32,7 @@ from bapo_core.types import GroupSummary, Source
 from services.buffer.api import wire
 from services.buffer.steps.buffers import buffer_as_of
 from services.buffer.steps.samplers import draw_round, refuse_errors
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.stored_groups import SUMMARY_COLUMNS, read_summaries
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run, StepRecord
 
@@ -71,6 +72,8 @@ def reevaluated_entries(run: Run, step: int) -> list[GroupSummary]:
 
     They are a function of the committed state of step - 1 and the seed.
     """
+    if not run.config.reevaluates_at(step):
+        return []
     hard = buffer_as_of(run, "hard", step - 1)
     with batch_rule(run.config) as rule:
         return rule.draw_reevaluated(run.config, step, hard)
@@ -91,10 +94,15 @@ def _read_groups_and_buffers(run: Run, step: int) -> StepState:
         hard = buffer_as_of(run, "hard", step - 1)
     if run.config.replay.select != "off":
         high = buffer_as_of(run, "high_quality", step - 1)
+    reevaluated = read_summaries(run, step, "reevaluation")
+    if run.has_recorded_rollouts(step):
+        # The parent may have answered other prompts again than this run would have.
+        asked = {entry.prompt_uid for entry in reevaluated_entries(run, step)}
+        reevaluated = [group for group in reevaluated if group.prompt_uid in asked]
     return StepState(
         step=step,
         fresh=read_summaries(run, step, "fresh"),
-        reevaluated=read_summaries(run, step, "reevaluation"),
+        reevaluated=reevaluated,
         hard=hard,
         high=high,
     )
@@ -103,7 +111,7 @@ def _read_groups_and_buffers(run: Run, step: int) -> StepState:
 def read_state(run: Run, step: int) -> StepState:
     """Reads all that the batch of a step depends on."""
     state = _read_groups_and_buffers(run, step)
-    previous = run.session.get(StepRecord, (run.id, step - 1))
+    previous = run.session.get(StepRecord, (run.of_step(step - 1).id, step - 1))
     revisited = 0
     if run.config.response_replay.groups == "revisited":
         revisited = draw_round(run, step, generation_round=0).revisited
@@ -153,7 +161,7 @@ def _read_caches(run: Run, step: int, uids: Sequence[str]) -> dict[str, list[Sto
     newest = (
         select(stored.id)
         .where(
-            stored.run_id == run.id,
+            of_run(run, stored.run_id, stored.step),
             stored.prompt_id == PromptRow.id,
             stored.step < step,
             stored.kind != "evaluation",
@@ -217,7 +225,7 @@ def read_decisions(run: Run, step: int, uid: str) -> dict[Source, wire.SourceDec
     recorded = StepRecord.decisions
     of_prompt, otherwise = run.session.execute(
         select(recorded["by_prompt"][uid], recorded["otherwise"]).where(
-            StepRecord.run_id == run.id, StepRecord.step == step
+            StepRecord.run_id == run.of_step(step).id, StepRecord.step == step
         )
     ).one()
     if otherwise is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from sqlalchemy import and_, delete, func, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, literal, or_, select, update
 from sqlalchemy.dialects.postgresql import insert
 
+from bapo_core.config import RunConfig
 from services.buffer.api import wire
 from services.buffer.queries.evaluations import record_evaluation
 from services.buffer.steps.step_groups import missing_groups
@@ -62,7 +63,22 @@ def publish_weights(run: Run, version: int, digest: str) -> tuple[wire.StoredVer
         raise conflict(f"version {version} of run {run.name!r} was published with other weights")
     # Replicas may be fetching the equal objects of an earlier attempt, so those stay. A rewind
     # without a new attempt leads to the same prefix again.
-    return stored, [prefix for prefix in {*unneeded, written} if prefix != stored.uri]
+    unneeded = [prefix for prefix in {*unneeded, written} if prefix != stored.uri]
+    return stored, without_shared(run, unneeded)
+
+
+def without_shared(run: Run, prefixes: Sequence[str]) -> list[str]:
+    """Returns those of the prefixes to which no row points: forks share weights and checkpoints."""
+    run.session.flush()
+    shared = {
+        *run.session.scalars(
+            select(WeightVersion.uri).where(
+                WeightVersion.uri.in_(prefixes), WeightVersion.status != "pruned"
+            )
+        ),
+        *run.session.scalars(select(Checkpoint.uri).where(Checkpoint.uri.in_(prefixes))),
+    }
+    return [prefix for prefix in prefixes if prefix not in shared]
 
 
 def set_weights_aside(run: Run, last_valid: int) -> None:
@@ -80,6 +96,7 @@ def set_weights_aside(run: Run, last_valid: int) -> None:
         RolloutGroup.run_id == run.id,
         RolloutGroup.step > last_valid,  # No group is older than its policy; there is an index.
         RolloutGroup.policy_version > last_valid,
+        _made_for(run),
         RolloutGroup.policy_version.not_in(select(WeightVersion.version).where(*later)),
     )
     config = run.config
@@ -94,6 +111,13 @@ def set_weights_aside(run: Run, last_valid: int) -> None:
                 delete(WeightVersion).where(*later, WeightVersion.version > first_deleted)
             )
     run.session.execute(delete(RolloutGroup).where(*without_weights))
+
+
+def _made_for(run: Run) -> ColumnElement[bool]:
+    """Matches groups that this run's own weights made, not those that it has of its parent."""
+    return or_(
+        RolloutGroup.kind == "evaluation", RolloutGroup.step > literal(run.rollouts_until or 0)
+    )
 
 
 def weights_digest(run: Run, version: int) -> str | None:
@@ -138,6 +162,7 @@ def _settle_set_aside(run: Run, version: int, digest: str) -> list[str]:
         delete(RolloutGroup).where(
             RolloutGroup.run_id == run.id,
             RolloutGroup.step >= version,
+            _made_for(run),
             RolloutGroup.policy_version.in_(select(WeightVersion.version).where(*invalid)),
         )
     )
@@ -273,6 +298,73 @@ def list_checkpoints(run: Run) -> list[wire.CheckpointView]:
     ]
 
 
+def share_artifacts(run: Run, parent: Run, checkpoint: int, first_step: int) -> None:
+    """Records the weights and the checkpoint that a fork begins with, whose objects it shares.
+
+    checkpoint: step of the parent's checkpoint; 0 is the initial model, which is none. first_step:
+    first step of the fork.
+
+    Raises 409 if weights that its first steps roll out with are not stored any more.
+    """
+    needed = {version for version in _versions_before(run.config, first_step)}
+    found = {
+        row.version: row
+        for version in needed
+        if (row := _published(parent.of_step(version), version)) is not None
+    }
+    missing = sorted(needed - found.keys())
+    if missing:
+        raise conflict(
+            f"step {first_step} of the fork would roll out with version {missing[0]} of the "
+            f"weights, which run {parent.name!r} does not store any more: "
+            f"{_advise_on_versions(run.config, first_step)}"
+        )
+    if checkpoint == first_step - 1 and (row := _published(parent, first_step)) is not None:
+        found[first_step] = row  # they are the weights of the checkpoint
+    for version, row in found.items():
+        run.session.add(
+            WeightVersion(
+                run_id=run.id,
+                version=version,
+                uri=row.uri,
+                manifest_digest=row.manifest_digest,
+                status="published",
+            )
+        )
+    stored = run.session.get(Checkpoint, (parent.id, checkpoint))
+    if stored is not None:
+        run.session.add(
+            Checkpoint(
+                run_id=run.id,
+                step=checkpoint,
+                uri=stored.uri,
+                manifest_digest=stored.manifest_digest,
+            )
+        )
+
+
+def _versions_before(config: RunConfig, first_step: int) -> Iterator[int]:
+    """Yields the versions before `first_step` that rollouts from this step on are made with."""
+    step = first_step
+    while (version := config.rollout_version(step, "fresh")) < first_step and step <= config.steps:
+        yield version
+        step += 1
+
+
+def _published(run: Run, version: int) -> WeightVersion | None:
+    row = run.session.get(WeightVersion, (run.id, version))
+    return row if row is not None and row.status == "published" else None
+
+
+def _advise_on_versions(config: RunConfig, first_step: int) -> str:
+    before = range(first_step - 1, 0, -1)
+    fitting = next((step for step in before if not [*_versions_before(config, step + 1)]), None)
+    advice = "set sync.every=1 and sync.lag=0, so that the fork rolls out with its own weights"
+    if fitting is None:
+        return advice
+    return f"fork at step {fitting}, after which the schedule has a sync, or {advice}"
+
+
 def _prune(run: Run) -> list[str]:
     """Drops checkpoints beyond `checkpoint.keep` and `checkpoint.keep_best`, and old weights.
 
@@ -308,7 +400,7 @@ def _prune(run: Run) -> list[str]:
     ]
     for row in stale:
         row.status = "pruned"
-    return [*unneeded, *(row.uri for row in stale)]
+    return without_shared(run, [*unneeded, *(row.uri for row in stale)])
 
 
 def _best_or_pending(run: Run, steps: Sequence[int]) -> list[int]:

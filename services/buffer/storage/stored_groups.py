@@ -13,6 +13,7 @@ from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup
 from services.buffer.storage.images import IMAGE_DIGESTS
+from services.buffer.storage.lineage import of_run
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
 from services.buffer.storage.vocabularies import texts_of
 from services.common.problems import not_found
@@ -51,7 +52,10 @@ LOCATION_COLUMNS = (
 
 def groups_of(run: Run, step: int, kind: wire.Kind) -> ColumnElement[bool]:
     """Matches the groups of a step and kind; those of an evaluation are of all sets."""
-    return and_(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
+    owner = run.of_step(step)
+    return and_(
+        RolloutGroup.run_id == owner.id, RolloutGroup.step == step, RolloutGroup.kind == kind
+    )
 
 
 def read_summaries(run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
@@ -83,7 +87,7 @@ def mean_rewards(run: Run, step: int) -> tuple[float, dict[str, float]]:
 def count_training_tokens(run: Run, step: int) -> int:
     """Returns the response tokens generated for training at a step, over all its groups."""
     total = select(func.coalesce(func.sum(RolloutGroup.token_count), 0)).where(
-        RolloutGroup.run_id == run.id,
+        RolloutGroup.run_id == run.of_step(step).id,
         RolloutGroup.step == step,
         RolloutGroup.kind != "evaluation",
     )
@@ -100,7 +104,7 @@ def locate_group(run: Run, group_id: int) -> wire.ManifestMember | None:
     row = run.session.execute(
         select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
+        .where(of_run(run, RolloutGroup.run_id, RolloutGroup.step), RolloutGroup.id == group_id)
     ).first()
     return None if row is None else manifest_member(row)
 
@@ -130,7 +134,7 @@ def find_group(run: Run, group_id: int) -> tuple[RolloutGroup, PromptRow]:
     row = run.session.execute(
         select(RolloutGroup, PromptRow)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
+        .where(of_run(run, RolloutGroup.run_id, RolloutGroup.step), RolloutGroup.id == group_id)
     ).first()
     if row is None:
         raise not_found(f"group {group_id} in run {run.name!r}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import ValidationError
 from sqlalchemy import (
@@ -41,6 +41,16 @@ NAMING = {
     "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+class Ancestor(NamedTuple):
+    """A run of the lineage of a run."""
+
+    run_id: int
+    first_step: int
+    """First step whose rows are of this run."""
+    last_step: int | None
+    """Last step whose rows are of this run; None for the newest run of the lineage."""
 
 
 class Base(DeclarativeBase):
@@ -102,9 +112,26 @@ class Run(Base):
     stop_reason: Mapped[str | None]
     """Why the run was stopped; null if nobody said so."""
     stopped_at: Mapped[datetime | None]
+    parent_id: Mapped[int | None] = mapped_column(ForeignKey("run.id"))
+    """Run that this one is a fork of: the rows of steps up to `fork_step` are the parent's. Null
+    for a run that began at step 1, as are the next two columns."""
+    fork_step: Mapped[int | None]
+    """Last step that the fork shares with its parent; 0 shares none."""
+    fork_checkpoint: Mapped[int | None]
+    """Step of the parent's checkpoint that the fork began with; 0 is the initial model. Steps after
+    it, up to `fork_step`, are trained again on their recorded batches."""
+    rollouts_until: Mapped[int | None]
+    """Last step whose groups are copies of the parent's, so that nothing is rolled out for it; null
+    for a run that rolls out all of its steps."""
 
     __table_args__ = (
+        Index("ix_run_parent_id", "parent_id", postgresql_where=text("parent_id is not null")),
         CheckConstraint("current_step >= 0", name="current_step"),
+        CheckConstraint(
+            "(parent_id is null) = (fork_step is null) and fork_step between 0 and current_step "
+            "and fork_checkpoint between 0 and fork_step and rollouts_until > fork_step",
+            name="fork",
+        ),
         CheckConstraint(
             "status in ('created','queued','running','paused','stopped','finished','failed',"
             "'deleting')",
@@ -119,6 +146,34 @@ class Run(Base):
         if session is None:
             raise RuntimeError(f"the session of run {self.name!r} has ended; load the run again")
         return session
+
+    @property
+    def parent(self) -> Run | None:
+        """The run that this one is a fork of."""
+        return None if self.parent_id is None else self.session.get_one(Run, self.parent_id)
+
+    def of_step(self, step: int) -> Run:
+        """Returns the run whose rows are those of a step, or a policy version: this one or, up to
+        the step of a fork, the run that it is a fork of."""
+        run = self
+        while run.fork_step is not None and step <= run.fork_step:
+            assert run.parent is not None
+            run = run.parent
+        return run
+
+    @property
+    def lineage(self) -> list[Ancestor]:
+        """The run and the runs that it is a fork of, the newest first, with the steps of each."""
+        run, last = self, None
+        lineage = [Ancestor(run.id, (run.fork_step or 0) + 1, last)]
+        while run.parent is not None:
+            run, last = run.parent, run.fork_step
+            lineage.append(Ancestor(run.id, (run.fork_step or 0) + 1, last))
+        return lineage
+
+    def has_recorded_rollouts(self, step: int) -> bool:
+        """Whether the groups of a step are copies of the parent's (`rollouts_until`)."""
+        return self.rollouts_until is not None and step <= self.rollouts_until
 
     @property
     def changes(self) -> list[wire.RecordedChange]:
