@@ -201,8 +201,10 @@ class Collector:
         sets = await run_detached(self._buffer.evaluation_sets)
         evaluated = {(row.version, view.name) for view in sets for row in view.evaluations}
         # An attempt may have begun with a change of the configuration.
-        changes = (await run_detached(self._buffer.run_state)).changes
-        for job in plan_jobs(ConfigHistory(self._config, changes), first_step, evaluated):
+        state = await run_detached(self._buffer.run_state)
+        own_from = 1 if state.forked_from is None else state.forked_from.step + 1
+        configs = ConfigHistory(self._config, state.changes)
+        for job in plan_jobs(configs, first_step, evaluated, own_from=own_from):
             await self._run(job)
         await self._limit_active(0)
 

@@ -23,17 +23,22 @@ lost if the collector dies."""
 
 
 def plan_jobs(
-    configs: ConfigHistory, first_step: int, evaluated: Collection[tuple[int, str]] = ()
+    configs: ConfigHistory,
+    first_step: int,
+    evaluated: Collection[tuple[int, str]] = (),
+    *,
+    own_from: int = 1,
 ) -> Iterator[Rollouts]:
     """Yields all jobs from `first_step` to the end of the run, in order.
 
     Evaluations of earlier steps come first, because a run may have been interrupted before them:
-    all but those that are `evaluated`, as (policy version, evaluation set).
+    all but those that are `evaluated`, as (policy version, evaluation set). Versions before
+    `own_from` are of the run that this one is a fork of.
 
     With a lag, versions that the trainer is yet to publish are evaluated when rollouts need newer
     ones, so that these do not wait for them.
     """
-    for step in range(1, first_step):
+    for step in range(own_from, first_step):
         for job in _evaluations(configs, step):
             if (job.step, job.evaluation_set) not in evaluated:
                 yield job

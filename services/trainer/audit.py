@@ -12,22 +12,14 @@ from functools import partial
 
 from bapo_core.config import ConfigHistory, RunConfig
 from bapo_core.errors import BapoError
-from services.buffer.api.wire import BatchManifest, CheckpointView, StepDigests, StoredVersion
-from services.trainer.checkpoint import load_checkpoint
-from services.trainer.digests import weights_digest
-from services.trainer.loop import (
-    TrainerContext,
-    make_reader,
-    make_updater,
-    run_rank,
-    train_batch,
-)
-from services.trainer.phases import PhaseTimer
+from services.buffer.api.wire import StepDigests, StoredVersion
+from services.trainer.loop import run_rank
 from services.trainer.ranks import Ranks
-from services.trainer.update import Updater
+from services.trainer.replay import restore_from, retrain
+from services.trainer.steps import TrainerContext
 
 
-def retrain(
+def print_retrained(
     config: RunConfig, context: TrainerContext, ranks: Ranks, first: int, last: int
 ) -> None:
     """Re-trains the steps on their recorded batches and prints their digests. Every rank calls it.
@@ -35,22 +27,22 @@ def retrain(
     Raises `BapoError` without a checkpoint before the first step.
     """
     history = ConfigHistory(config, context.buffer.run_state().changes)
-    updater = restore_before(first, config, context, ranks)
-    reader = make_reader(config, context)
-    weights = weights_digest(updater.modules, ranks)
-    for step in range(first, last + 1):
-        updater.config = history.at(step)
-        manifest = ranks.model_from_main(
-            BatchManifest, partial(context.buffer.recorded_batch, step)
-        )
-        assert manifest is not None
-        # The log-probs of groups that may be replayed are recorded already.
-        manifest = manifest.model_copy(update={"record_proximal": []})
-        outcome = train_batch(updater.config, updater, reader, manifest, context, PhaseTimer())
-        digests = outcome.digests(weights, updater)
-        weights = digests.weights_after
+    stored = ranks.model_from_main(StoredVersion, partial(find_checkpoint, context, first - 1))
+    updater = restore_from(stored, config, context, ranks)
+    read_batch = context.buffer.recorded_batch
+    for digests in retrain(updater, history, context, ranks, first, last, read_batch):
         if ranks.is_main:
             print_digests(digests)
+
+
+def find_checkpoint(context: TrainerContext, step: int) -> StoredVersion | None:
+    """Returns the checkpoint of a step; None for step 0. Raises `BapoError` if it is not kept."""
+    if step == 0:
+        return None
+    for view in context.buffer.checkpoints():
+        if view.step == step:
+            return StoredVersion(number=step, uri=view.uri, manifest_digest=view.manifest_digest)
+    raise BapoError(f"there is no checkpoint of step {step} any more")
 
 
 def print_digests(digests: StepDigests) -> None:
@@ -59,31 +51,9 @@ def print_digests(digests: StepDigests) -> None:
     sys.stdout.flush()
 
 
-def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks: Ranks) -> Updater:
-    """Restores the trained modules as they were before a step."""
-    updater = make_updater(config, context.model_directory, ranks)
-    if step == 1:
-        return updater
-
-    def find_checkpoint() -> CheckpointView | None:
-        views = context.buffer.checkpoints()
-        return next((view for view in views if view.step == step - 1), None)
-
-    stored = ranks.model_from_main(CheckpointView, find_checkpoint)
-    if stored is None:
-        raise BapoError(f"there is no checkpoint of step {step - 1} any more")
-    load_checkpoint(
-        StoredVersion(number=stored.step, uri=stored.uri, manifest_digest=stored.manifest_digest),
-        updater.modules_to_save(step - 1),
-        store=context.store,
-        scratch=context.scratch,
-    )
-    return updater
-
-
 def main() -> None:
     first, last = map(int, sys.argv[1:])
-    run_rank("audit", partial(retrain, first=first, last=last), in_attempt=False)
+    run_rank("audit", partial(print_retrained, first=first, last=last), in_attempt=False)
 
 
 if __name__ == "__main__":

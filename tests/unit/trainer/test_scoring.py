@@ -12,7 +12,7 @@ from bapo_core.config.presets import PRESETS
 from services.buffer.api.wire import BatchManifest, ManifestMember
 from services.trainer import update
 from services.trainer.data import Batch
-from services.trainer.loop import groups_to_score, logprobs_by_group
+from services.trainer.steps import groups_to_score, logprobs_by_group
 from services.trainer.update import Updater
 from tests.unit.trainer import test_update as single
 from tests.unit.trainer.test_methods import preset, updater_of
