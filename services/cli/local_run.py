@@ -65,6 +65,8 @@ class LocalRun:
     directory: Path
     """Summary and report are written here, `runs/<name>`."""
     console: Console
+    engines: bool = True
+    """Whether rollout engines and the collector run, without which nothing is evaluated."""
 
     @property
     def client(self) -> BufferClient:
@@ -232,8 +234,7 @@ def _start_processes(
         "HF_HUB_OFFLINE": "1",
         **_threads(),
     }
-    engines = _engines(run.config)
-    for name in engines:
+    for name in _engines(run):
         with bind_port() as listener:
             replica = {
                 **run.endpoints.process_environment(tokens["replica"]),
@@ -244,12 +245,13 @@ def _start_processes(
             }
             variables = settings | replica
             supervisor.start_python(name, "services.rollout.server", variables, listener=listener)
-    collector = {
-        **run.endpoints.process_environment(tokens["collector"]),
-        **run.endpoints.verifier_environment(),
-        "BAPO_SCRATCH": str(scratch / "collector"),
-    }
-    supervisor.start_python("collector", "services.rollout.collector", settings | collector)
+    if run.engines:
+        collector = {
+            **run.endpoints.process_environment(tokens["collector"]),
+            **run.endpoints.verifier_environment(),
+            "BAPO_SCRATCH": str(scratch / "collector"),
+        }
+        supervisor.start_python("collector", "services.rollout.collector", settings | collector)
     trainer = {
         **run.endpoints.process_environment(tokens["trainer"]),
         "BAPO_SCRATCH": str(scratch / "trainer"),
@@ -284,8 +286,8 @@ def engine_share(rollout: RolloutConfig) -> float:
     return min(share * rollout.replicas, 1.0)
 
 
-def _engines(config: RunConfig) -> list[str]:
-    return [f"engine-{number}" for number in range(config.rollout.replicas)]
+def _engines(run: LocalRun) -> list[str]:
+    return [f"engine-{number}" for number in range(run.config.rollout.replicas * run.engines)]
 
 
 def _threads() -> dict[str, str]:
@@ -328,8 +330,10 @@ def _show_progress(
     open_now: list[wire.Rollouts] = []
     with display.shown():
         while True:
-            finished = supervisor.finished("trainer") and supervisor.finished("collector")
-            if any(supervisor.finished(engine) for engine in _engines(run.config)):
+            finished = supervisor.finished("trainer") and (
+                not run.engines or supervisor.finished("collector")
+            )
+            if any(supervisor.finished(engine) for engine in _engines(run)):
                 raise BapoError("a rollout engine ended before the trainer")
             steps = client.steps(after=done)
             if steps:

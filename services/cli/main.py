@@ -63,6 +63,10 @@ SECTIONS = {
         "backtest": Lazy(
             f"{_IN}.backtest:backtest", "Apply other data rules to the groups of recorded runs."
         ),
+        "fork": Lazy(
+            f"{_IN}.fork:fork", "Make a new run that shares the past of a run, and train it."
+        ),
+        "train": Lazy(f"{_IN}.fork:train", "Train a new run on the recorded rollouts of a run."),
         "profile": Lazy(f"{_IN}.profile:profile", "List or export the trainer's traces."),
     },
     "Manage runs": {

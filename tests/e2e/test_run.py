@@ -89,8 +89,11 @@ class Bapo:
     def start(self, name: str, *options: str) -> subprocess.Popen[str]:
         path = self.directory / f"{name}.yaml"
         path.write_text(yaml.safe_dump(self.configure(name, self.model)))
+        return self.start_command("run", str(path), *options)
+
+    def start_command(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "services.cli", "run", str(path), *options],
+            [sys.executable, "-m", "services.cli", *arguments],
             cwd=self.directory,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -100,10 +103,11 @@ class Bapo:
 
     def run(self, name: str, *options: str) -> str:
         """Trains a run to its end; returns what it prints, on one line."""
-        process = self.start(name, *options)
-        output, errors = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, output + errors
-        return " ".join(output.split())
+        return _end(self.start(name, *options))
+
+    def run_command(self, *arguments: str) -> str:
+        """Runs a command that trains to its end; returns what it prints, on one line."""
+        return _end(self.start_command(*arguments))
 
     def inspect(self, *arguments: str, status: int = 0) -> str:
         """Returns the output of a read-only command that must exit with the given status.
@@ -127,6 +131,12 @@ class Bapo:
 
     def client(self, name: str) -> BufferClient:
         return BufferClient(self.stack.buffer_url, self.stack.token, run=name)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output + errors
+    return " ".join(output.split())
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def audit(run: str, steps: str | None, chain_only: bool) -> None:
         raise BapoError("no committed step of the run has digests yet")
     first, last = (1, 0) if chain_only else _range(client, steps, linked)
     checked = linked if steps is None or chain_only else views[first - 1 : last]
-    check_chain(client.stored_config(), checked, state.changes)
+    check_chain(client.stored_config(), checked, state.changes, state.forked_from)
     console.print(f"the digest chain of {len(checked)} steps is whole")
     if chain_only:
         return

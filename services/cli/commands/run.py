@@ -104,7 +104,7 @@ def run(
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     if not resume:
-        _print_warnings(console, loaded)
+        print_warnings(console, loaded)
     loaded = _pin(loaded, resume=resume)
     imported = start_detached(_import_tokenizers)
     with (
@@ -120,22 +120,25 @@ def run(
             _note_kept_values(console, config, loaded, stored)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
-            _print_warnings(console, loaded)
+            print_warnings(console, loaded)
             model = ensure_model(loaded, home, open_store=open_local_object_store)
             local_run = LocalRun(loaded, endpoints, home, REPORTS / loaded.name, console)
         else:
             local_run, model = prepare_new_run(loaded, endpoints, home, console, new=new)
         resume_command = _resume_command(config.file, local_run.config.name)
-        history = _train(local_run, model, lock if resume else None, resume_command)
-        _print_results(console, local_run, history)
+        history = train_to_end(local_run, model, lock if resume else None, resume_command)
+        print_results(console, local_run, history)
 
 
-def _print_warnings(console: Console, config: RunConfig) -> None:
+def print_warnings(console: Console, config: RunConfig) -> None:
+    """Prints the warnings about a configuration."""
     for warning in config.warnings():
         console.print(f"note: {warning}", soft_wrap=True)
 
 
-def _train(run: LocalRun, model: Path, lock: RunLock | None, resume_command: str) -> RunHistory:
+def train_to_end(
+    run: LocalRun, model: Path, lock: RunLock | None, resume_command: str
+) -> RunHistory:
     """Trains a run to its end. Errors name the command that continues it."""
     try:
         return execute(run, model, lock)
@@ -304,7 +307,8 @@ def _describe_scores(view: EvaluationSetView, *, named: bool) -> str:
     )
 
 
-def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
+def print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
+    """Prints the first and last scores of a run, and where its report is."""
     scores = "\n".join(
         _describe_scores(view, named=len(history.sets) > 1)
         for view in history.sets

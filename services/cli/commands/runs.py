@@ -28,11 +28,12 @@ def runs(as_json: bool) -> None:
             f"{state.current_step}/{state.steps or '?'}",
             state.attempt,
             "; ".join(f"from {each.first_step}: {each.describe()}" for each in state.changes),
+            state.forked_from.describe() if state.forked_from else "",
             state.stopped.describe() if state.stopped else "",
         )
         for state in states
     ]
-    columns = ["run", "status", "step", "attempt", "changes", "stopped by"]
+    columns = ["run", "status", "step", "attempt", "changes", "fork of", "stopped by"]
     empty = "there is no run yet; `bapo run examples/countdown.yaml` starts one"
     show(states, columns, rows, as_json=as_json, empty=empty)
 
