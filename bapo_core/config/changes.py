@@ -179,6 +179,12 @@ class ConfigHistory:
         old = {key: now[key] for key in changed}
         return ConfigChange(first_step=trained + 1, old=old, new=changed)
 
+    def with_change(self, change: ConfigChange | None) -> RunConfig:
+        """Returns the configuration after the last change and one change more."""
+        changes = self._changes if change is None else [*self._changes, change]
+        values = values_at(self._config.model_dump(mode="json"), changes, None)
+        return RunConfig.model_validate(values)
+
     def plan_fork(self, requested: Mapping[str, Any], step: int, name: str) -> ConfigChange:
         """Returns the change with which a fork begins: its name, and the values that it changes.
 

@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from bapo_core.config import (
     PRESETS,
     ConfigError,
     RunConfig,
+    merge,
     override_config,
     parse_overrides,
     read_values,
 )
+from services.buffer.api.wire import ForkRequest, RunState
 
 NAME_LENGTH = 63
 """Characters of a run's name."""
@@ -40,6 +42,10 @@ class PlannedRun:
 
     label: str
     config: RunConfig
+    fork: ForkRequest | None = None
+    """The fork that it is; None for a run that begins at step 1."""
+    fork_of: str = ""
+    """Name of the run that it is a fork of; empty without `fork`."""
 
 
 def algorithm_variant(name: str) -> Variant:
@@ -104,17 +110,68 @@ def plan_runs(
     Raises `ConfigError` for a wrong configuration, a label or seed that appears twice, and two
     variants that are the same configuration.
     """
+    values, shared = read_values(file), parse_overrides(overrides)
+
+    def configure(variant: Variant, seed: int) -> RunConfig:
+        # Not the variant's name: the runs that it shares a configuration with would differ.
+        changes = (shared, variant.values, {"seed": seed})
+        where = f"{file or 'config'}, variant {variant.label}"
+        return override_config(values, *changes, where=where)
+
+    return _plan(variants, seeds, configure)
+
+
+def plan_forks(
+    parent: RunState,
+    step: int,
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+) -> list[PlannedRun]:
+    """Returns forks of a run at a step, all variants with the first seed first.
+
+    What a variant does not change is the parent's configuration. The seed is that of the draws
+    after the fork.
+
+    Raises `ConfigError` as `plan_runs` does, and for keys that the parent's past depends on.
+    """
+    shared, history = parse_overrides(overrides), parent.history
+
+    def values_of(variant: Variant, seed: int) -> dict[str, Any]:
+        return merge(merge(shared, variant.values), {"seed": seed})
+
+    def configure(variant: Variant, seed: int) -> RunConfig:
+        change = history.plan_fork(values_of(variant, seed), step, f"{parent.name[:50]}-{step}")
+        return history.with_change(change)
+
+    by_label = {variant.label: variant for variant in variants}
+    return [
+        replace(
+            planned,
+            fork_of=parent.name,
+            fork=ForkRequest(
+                name=planned.config.name,
+                step=step,
+                values=values_of(by_label[planned.label], planned.config.seed),
+            ),
+        )
+        for planned in _plan(variants, seeds, configure)
+    ]
+
+
+def _plan(
+    variants: Sequence[Variant],
+    seeds: Sequence[int],
+    configure: Callable[[Variant, int], RunConfig],
+) -> list[PlannedRun]:
+    """Returns a run for each variant and seed, each with a name of its own configuration."""
     _refuse_repetition([variant.label for variant in variants], "label")
     _refuse_repetition(seeds, "seed")
-    values, shared = read_values(file), parse_overrides(overrides)
-    where = str(file or "config")
     runs = []
     for seed in seeds:
         labels: dict[str, str] = {}
         for variant in variants:
-            # Not the variant's name: the runs that it shares a configuration with would differ.
-            changes = (shared, variant.values, {"seed": seed})
-            config = override_config(values, *changes, where=f"{where}, variant {variant.label}")
+            config = configure(variant, seed)
             digest = digest_of_config(config)
             if digest in labels:
                 raise ConfigError(

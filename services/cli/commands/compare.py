@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import REPORTS, LocalRun, create_run, execute
@@ -23,6 +24,7 @@ from services.cli.variants import (
     Variant,
     algorithm_variants,
     parse_variant,
+    plan_forks,
     plan_runs,
     read_variants,
 )
@@ -61,6 +63,17 @@ DEFAULT_ALGORITHMS = "bapo,grpo,dapo"
     help="A YAML file of variants: labels, and under each the keys that it changes.",
 )
 @click.option("--seeds", default="1,2,3", metavar="LIST", help="Seeds, separated by commas.")
+@click.option(
+    "--fork-of",
+    metavar="RUN",
+    help="Fork all variants from this run, in place of training each from its first step.",
+)
+@click.option(
+    "--at",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="With --fork-of: their last common step.",
+)
 @port_option
 def compare(
     config: ConfigArguments,
@@ -68,6 +81,8 @@ def compare(
     variant_texts: tuple[str, ...],
     variants_file: str | None,
     seeds: str,
+    fork_of: str | None,
+    at: int | None,
     port: int,
 ) -> None:
     """Train several variants and compare them.
@@ -88,25 +103,39 @@ def compare(
       bapo compare examples/countdown.yaml steps=25 --algorithms bapo,grpo --seeds 1
       bapo compare examples/countdown.yaml --algorithms all --seeds 1
       bapo compare examples/countdown.yaml --variant 'v5:' --variant 'v10: sync.every=10'
+      bapo compare --fork-of countdown --at 60 --algorithms bapo,grpo --seeds 1,2
     """
+    if (fork_of is None) != (at is None):
+        raise click.UsageError("--fork-of and --at belong together; give both.")
+    if fork_of is not None and config.file is not None:
+        raise click.UsageError(
+            "forks have the configuration of the run that --fork-of names; leave the file out, and "
+            "give KEY=VALUE for what all variants change."
+        )
     try:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
         raise click.BadParameter(f"{seeds!r} are not whole numbers", param_hint="--seeds") from None
     stop_on_signals("stopping; the same command continues")
     variants = _variants(algorithms, variant_texts, variants_file)
-    runs = plan_runs(config.file, config.overrides, variants, numbers)
-    console = plain_console()
+    console, home = plain_console(), default_home()
+    if fork_of is None or at is None:
+        runs = plan_runs(config.file, config.overrides, variants, numbers)
+        _compare(runs, config.load().name, home, console, port)
+        return
+    with find_or_start_stack(home, port) as endpoints:
+        client = BufferClient(endpoints.buffer_url, endpoints.token, run=fork_of)
+        runs = plan_forks(client.run_state(), at, config.overrides, variants, numbers)
+        _compare(runs, f"{fork_of}-{at}", home, console, port)
+
+
+def _compare(
+    runs: Sequence[PlannedRun], name: str, home: Path, console: Console, port: int
+) -> None:
     for warning in _list_warnings(runs):
         console.print(f"note: {warning}", soft_wrap=True)
-    page = train_and_compare(
-        runs,
-        directory=REPORTS / f"{config.load().name}-comparison",
-        home=default_home(),
-        console=console,
-        port=port,
-    )
-    echo(page)
+    directory = REPORTS / f"{name}-comparison"
+    echo(train_and_compare(runs, directory=directory, home=home, console=console, port=port))
 
 
 def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) -> list[Variant]:
@@ -195,7 +224,9 @@ def _train(
     """
     from services.report.comparison import RunResult  # imports matplotlib
 
-    config = pin_revisions(pin_reward(planned.config))
+    config = planned.config
+    if planned.fork is None:
+        config = pin_revisions(pin_reward(config))
     config = pin_model(config, home, open_store=open_local_object_store)
     run = LocalRun(config, endpoints, home, REPORTS / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
@@ -221,7 +252,10 @@ def _train(
         console.print(f"{config.name}: finished already")
         return RunResult.read(run.client, planned.label), False
     model = ensure_model(config, home, open_store=open_local_object_store)
-    if state is None:
+    if state is None and planned.fork is not None:
+        parent = BufferClient(endpoints.buffer_url, endpoints.token, run=planned.fork_of)
+        parent.fork_run(planned.fork)
+    elif state is None:
         create_run(run, model)
     execute(run, model)
     return RunResult.read(run.client, planned.label), True

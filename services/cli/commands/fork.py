@@ -52,9 +52,9 @@ no_train_option = click.option(
 def fork(
     run: str, at: int, values: Sequence[str], name: str | None, no_train: bool, port: int
 ) -> None:
-    """Make a new run that shares the past of a run up to a step, and train it.
+    """Make a new run that shares the past of a run, and train it.
 
-    The past is the run's: prompts, groups, batches, difficulty, buffers and weights. Nothing of it
+    The past, up to a step, is the run's: prompts, groups, batches, difficulty, buffers and weights. Nothing of it
     is generated or stored again. KEY=VALUE changes the configuration from the next step on. Keys
     that the past depends on (model, lora, task, reward, group size, evaluation sets) cannot change.
     If the step has no checkpoint, the steps since the one before it are trained again on their
