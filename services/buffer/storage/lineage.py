@@ -43,5 +43,8 @@ def lineage_parameters(run: Run) -> dict[str, Any]:
     """Returns the lineage as parameters of a text of SQL: lists, the newest run first."""
     return {
         "run_ids": [ancestor.run_id for ancestor in run.lineage],
-        "last_steps": [ancestor.last_step or NO_LIMIT for ancestor in run.lineage],
+        "last_steps": [
+            NO_LIMIT if ancestor.last_step is None else ancestor.last_step
+            for ancestor in run.lineage
+        ],
     }

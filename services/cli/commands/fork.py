@@ -54,12 +54,12 @@ def fork(
 ) -> None:
     """Make a new run that shares the past of a run, and train it.
 
-    The past, up to a step, is the run's: prompts, groups, batches, difficulty, buffers and weights. Nothing of it
-    is generated or stored again. KEY=VALUE changes the configuration from the next step on. Keys
-    that the past depends on (model, lora, task, reward, group size, evaluation sets) cannot change.
-    If the step has no checkpoint, the steps since the one before it are trained again on their
-    recorded batches. Without KEY=VALUE the fork repeats the run, bit for bit on the same kind of
-    CPU.
+    The past, up to a step, is the run's: prompts, groups, batches, difficulty, buffers and weights.
+    Nothing of it is generated or stored again. KEY=VALUE changes the configuration from the next
+    step on. Keys that the past depends on (model, lora, task, reward, group size, evaluation sets)
+    cannot change. If the step has no checkpoint, the steps since the one before it are trained
+    again on their recorded batches. Without KEY=VALUE the fork repeats the run, bit for bit on the
+    same kind of CPU.
 
     \b
     Examples:

@@ -460,16 +460,13 @@ def test_recorded_rollouts_make_the_recorded_batches_under_the_same_rules(
     batches = train_recorded(child, first, STEPS)
     expected = [driver.client.recorded_batch(step) for step in range(first, STEPS + 1)]
     assert [*map(essence, batches)] == [*map(essence, expected)]
-    assert difficulty_of_steps(child) == difficulty_of_steps(driver)
+    assert child.client.difficulty_history() == driver.client.difficulty_history()
+    assert difficulty_rows(child) == difficulty_rows(driver)
     origin = child.client.run_state().forked_from
     assert origin is not None
     assert origin.describe() == (
         f"{driver.config.name} at step {first - 1}, on its rollouts to step {STEPS}"
     )
-
-
-def difficulty_of_steps(driver: Driver) -> list[wire.DifficultyBins]:
-    return driver.client.difficulty_history()
 
 
 def test_other_rules_compose_other_batches_of_the_recorded_rollouts(
@@ -489,6 +486,17 @@ def test_re_evaluations_that_other_rules_do_not_ask_for_are_left_out(driver: Tra
     child = recorded(driver, 1, STEPS, reevaluate={"max_prompts": 1})
     for manifest in train_recorded(child, 1, STEPS):
         assert manifest.counts["reevaluated_total"] <= 1
+
+
+def test_the_rollouts_of_a_fork_are_those_of_its_past_and_its_own(
+    driver: Trained,
+) -> None:
+    for at in (0, 4):
+        child = fork(driver, at)
+        child.run_steps(at + 1, STEPS)
+        again = recorded(child, 1 if at == 0 else 3, STEPS)
+        batches = train_recorded(again, 1 if at == 0 else 3, STEPS)
+        assert essence(batches[-1]) == essence(driver.client.recorded_batch(STEPS))
 
 
 def test_after_the_recorded_rollouts_a_run_rolls_out_its_own(driver: Trained) -> None:
