@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bapo_core.backtest import BackTestResult
 from bapo_core.sampler_backtest import SamplerResult
@@ -15,13 +15,17 @@ CAVEAT = (
     "it would have learned. How well they predict that has not been measured."
 )
 """The first line of every output."""
-SAMPLER_CAVEAT = (
+SAMPLER_NOTE = (
     "Samplers draw by the recorded results. Of the prompts that the run did not roll out at the "
-    "same step, accuracy, signal and no signal are estimates. Where `estimated` is far from "
-    "`recorded`, which are of the same prompts, do not trust them."
+    "same step, accuracy, signal and no signal are estimates. Where the columns recorded and "
+    "estimated, which are about the same prompts, are far apart, do not trust them."
 )
+DATA_RULES, SAMPLERS = "Data rules", "Samplers"
+"""Titles of the tables."""
 OWN_RULES = "own rules"
 """Label of the rules that a run was recorded with."""
+MEASURED_ENOUGH = 0.95
+"""Share of the replayed tokens whose age must have been measured for an effective share."""
 NONE = "-"
 """Stands for a value that does not exist."""
 
@@ -129,7 +133,7 @@ COLUMNS: Mapping[str, Column[BackTestResult]] = {
         meaning="share of the groups that an earlier batch had, too",
     ),
     "effective": Column(
-        lambda result: result.replay_ess,
+        lambda result: result.replay_ess if result.replay_ess_measured >= MEASURED_ENOUGH else None,
         ".0%",
         optional=True,
         meaning="estimate of the effective share of the tokens of replayed groups",
@@ -216,27 +220,52 @@ SAMPLER_COLUMNS: Mapping[str, Column[SamplerResult]] = {
 """Columns of the table of samplers by heading; counts are per step."""
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Table:
     """The cells of a table."""
 
-    headings: list[str]
-    rows: dict[str, list[str]]
+    title: str
+    note: str
+    """What a reader must know of all cells; empty if there is nothing."""
+    headings: Sequence[str]
+    meanings: Sequence[str]
+    """What each column has, by heading."""
+    rows: Mapping[str, Sequence[str]]
     """Cells by the label of the rules."""
-    values: dict[str, dict[str, float | None]]
-    """Means over the runs by the label of the rules and the heading."""
+    values: Mapping[str, Mapping[str, float | None]]
+    """Means over the runs by the label of the rules and the heading, of all columns."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the cells as they are shown, for the dashboard."""
+        return {
+            "title": self.title,
+            "note": self.note,
+            "headings": list(self.headings),
+            "meanings": list(self.meanings),
+            "rows": [{"rules": label, "cells": list(row)} for label, row in self.rows.items()],
+        }
 
 
-def data_table(tests: Sequence[RunBackTest]) -> Table:
-    """Returns the table of data rules, whose values are means over the runs."""
-    return _table(COLUMNS, [test.results for test in tests])
+def tables_of(tests: Sequence[RunBackTest]) -> list[Table]:
+    """Returns the table of the data rules and the table of the samplers, as far as there are any.
+
+    tests: of several runs by the same rules; the values are means over the runs.
+    """
+    tables = []
+    if tests[0].results:
+        tables.append(_table(DATA_RULES, "", COLUMNS, [test.results for test in tests]))
+    if tests[0].samplers:
+        samplers = [test.samplers for test in tests]
+        tables.append(_table(SAMPLERS, SAMPLER_NOTE, SAMPLER_COLUMNS, samplers))
+    return tables
 
 
-def sampler_table(tests: Sequence[RunBackTest]) -> Table:
-    """Returns the table of samplers, whose values are means over the runs."""
-    return _table(SAMPLER_COLUMNS, [test.samplers for test in tests])
-
-
-def _table(columns: Mapping[str, Column[_Result]], tests: Sequence[Mapping[str, _Result]]) -> Table:
+def _table(
+    title: str,
+    note: str,
+    columns: Mapping[str, Column[_Result]],
+    tests: Sequence[Mapping[str, _Result]],
+) -> Table:
     values = {
         label: {
             heading: _mean([column.value(test[label]) for test in tests])
@@ -253,7 +282,8 @@ def _table(columns: Mapping[str, Column[_Result]], tests: Sequence[Mapping[str, 
         label: [_cell(row[heading], columns[heading].format) for heading in headings]
         for label, row in values.items()
     }
-    return Table(headings, rows, values)
+    meanings = [columns[heading].meaning for heading in headings]
+    return Table(title, note, headings, meanings, rows, values)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -282,6 +282,29 @@ def timeline(
     return drawn.svg
 
 
+def stacked_bars(labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str) -> str:
+    """Draws a horizontal bar for each label, the first on top, which is stacked of parts.
+
+    parts: a value for each label, by the name of the part; a single part needs no name.
+    """
+    with chart(x=x) as drawn:
+        drawn.figure.set_figheight(1.0 + 0.24 * len(labels))
+        ends = np.zeros(len(labels))
+        for (name, values), colour in zip(parts.items(), SERIES, strict=False):
+            drawn.axes.barh(
+                range(len(labels)), values, BAR_HEIGHT, ends, color=colour, label=name, linewidth=0
+            )
+            ends += np.array(values)
+        if len(parts) == 1:
+            for row, end in enumerate(ends):
+                drawn.axes.text(end, row, f" {end:.2f}", va="center", fontsize=9)
+        drawn.axes.set_yticks(range(len(labels)), [_legend(label) for label in labels])
+        drawn.axes.invert_yaxis()
+        drawn.axes.grid(False, axis="y")
+        drawn.axes.margins(x=0.12 if len(parts) == 1 else 0.01, y=0.01)
+    return drawn.svg
+
+
 def bars(values: Mapping[str, float], *, x: str) -> str:
     """Draws horizontal bars, the longest on top."""
     ordered = sorted(values.items(), key=lambda item: item[1])

@@ -25,9 +25,13 @@ from bapo_core.tasks.countdown import CountdownTask
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.cli.recorded_groups import back_test
+from services.cli.variants import Variant
 from services.common import layout
 from services.common.objectstore import BytesContent, ObjectStore
 from services.datasets import load_datasets, store_dataset
+from services.report.backtest_page import write_backtest
+from services.report.backtest_table import CAVEAT, tables_of
 from services.stack.stack import Endpoints
 from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
 from tests.integration.buffer.test_real_rewards import (
@@ -453,6 +457,37 @@ def test_the_seeds_of_a_variant_are_one_line_in_a_band(
     page.get_by_role("button", name="Remove seeds-a-s3").click()
     expect(fresh.locator(".legend .key")).to_contain_text(["seeds-a-s1", "seeds-b (2 seeds)"])
     expect(fresh.locator(".band")).to_have_count(1)
+
+
+def test_a_back_test_is_opened_beside_the_comparison(
+    stack: Endpoints, play: ImprovingRun, page: Page, tmp_path: Path
+) -> None:
+    rules = [Variant("<i>none</i>", {"replay": {"select": "off"}})]
+    found = back_test(play.client, rules, first=1, last=None, where="rules")
+    write_backtest([found], tmp_path)
+    visit(page, stack, "/compare?runs=dashboard")
+    page.get_by_label("Open backtest.json").set_input_files(tmp_path / "backtest.json")
+    card = page.locator("section.card", has=page.get_by_role("heading", name="Back-tests"))
+    expect(card).to_contain_text(CAVEAT)
+    table = page.get_by_role("region", name="Data rules, by the groups of dashboard")
+    expect(table.locator("tbody tr")).to_have_count(2)
+    (cells,) = tables_of([found])
+    expect(table.locator("tbody tr").nth(1)).to_have_text(
+        "".join(["<i>none</i>", *cells.rows["<i>none</i>"]])
+    )
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    for name, content, why in (
+        ("half.json", "{", "It holds no JSON"),
+        ("other.json", "[]", "It has no tables of back-tests"),
+    ):
+        (tmp_path / name).write_text(content)
+        page.get_by_label("Open backtest.json").set_input_files(tmp_path / name)
+        expect(card.get_by_role("alert")).to_contain_text(f"{name} cannot be shown{why}")
+        expect(card).not_to_contain_text(CAVEAT)
 
 
 @pytest.mark.parametrize(("solved_at", "shown"), [(None, "0.688reward"), (1.0, "0.250accuracy")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -16,11 +17,9 @@ from services.cli.tables import table_console
 from services.cli.variants import parse_variant, read_variants
 from services.report.backtest_table import (
     CAVEAT,
-    SAMPLER_CAVEAT,
     RunBackTest,
     Table,
-    data_table,
-    sampler_table,
+    tables_of,
 )
 
 
@@ -43,12 +42,19 @@ from services.report.backtest_table import (
 @click.option(
     "--steps", metavar="FIRST:LAST", help="The steps that are counted; by default all committed."
 )
+@click.option(
+    "--page",
+    is_flag=True,
+    help="Also write a page with pictures and all values to `runs/NAME-backtest`; NAME is the "
+    "first run.",
+)
 @json_option
 def backtest(
     runs: Sequence[str],
     file: str | None,
     texts: Sequence[str],
     steps: str | None,
+    page: bool,
     as_json: bool,
 ) -> None:
     """Apply other data rules to the groups of recorded runs.
@@ -68,7 +74,7 @@ def backtest(
     Examples:
       bapo backtest countdown --rules examples/variants/rules.yaml
       bapo backtest countdown --rule 'old: replay.buffer.max_age=10' --steps 50:100
-      bapo backtest seed-1 seed-2 --rules examples/variants/rules.yaml --json
+      bapo backtest seed-1 seed-2 --rules examples/variants/rules.yaml --page
     """
     variants = [*(read_variants(file) if file else ()), *map(parse_variant, texts)]
     if not variants:
@@ -83,15 +89,25 @@ def backtest(
     for test in found:
         for warning in test.warnings():
             echo(warning, err=True)
+    path = write_page(found) if page else None
     if as_json:
         echo(json.dumps([test.as_json() for test in found], indent=2))
         return
     echo(CAVEAT)
-    if found[0].results:
-        _print_table(data_table(found))
-    if found[0].samplers:
-        echo(SAMPLER_CAVEAT)
-        _print_table(sampler_table(found))
+    for table in tables_of(found):
+        if table.note:
+            echo(table.note)
+        _print_table(table)
+    if path is not None:
+        echo(path)
+
+
+def write_page(tests: Sequence[RunBackTest]) -> Path:
+    """Writes the page of a back-test beside the reports of its runs; returns its path."""
+    from services.cli.local_run import REPORTS
+    from services.report.backtest_page import write_backtest  # imports matplotlib
+
+    return write_backtest(tests, REPORTS / f"{tests[0].run}-backtest")
 
 
 def refuse_different_tables(found: Sequence[RunBackTest]) -> None:

@@ -11,6 +11,7 @@ import { href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
 import { mean } from "../steps.js";
 import { table } from "../tables.js";
+import { backTestCard } from "./backtests.js";
 
 const MAX_RUNS = 24;
 /** What curves are drawn over: the title of the axis, and the value of a point. */
@@ -62,6 +63,7 @@ export function showCompare(root, signal, query) {
     ),
     chosen,
     results.element,
+    backTestCard(),
   );
   suggest("");
   load();

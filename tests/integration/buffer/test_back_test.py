@@ -19,7 +19,7 @@ from services.buffer.api.wire import ManifestMember
 from services.cli.main import bapo
 from services.cli.recorded_groups import back_test, is_recorded_draw, recorded_steps
 from services.cli.variants import Variant, read_variants
-from services.report.backtest_table import OWN_RULES
+from services.report.backtest_table import CAVEAT, OWN_RULES, SAMPLER_NOTE
 from services.stack.stack import Endpoints
 from tests.integration.support.driver import WINDOW, Driver, small_config
 
@@ -212,6 +212,46 @@ def test_the_command_prints_every_rule_of_the_shipped_file(stack: Endpoints) -> 
     assert list(values["rules"]) == labels
     assert values["reproduces_recorded_batches"] is True
     assert {rule["steps"] for rule in values["rules"].values()} == {3}
+
+
+def test_the_page_of_data_rules_and_samplers_is_written_beside_the_reports(
+    stack: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "back-test-page"
+    recorded_run(stack, name, {})
+    rules = ("--rule", "none: replay.select=off")
+    sampler = ("--rule", "mopps: sampler.kind=mopps sampler.candidates=2")
+    result = invoke(stack, name, *rules, *sampler, "--page")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == CAVEAT
+    assert [line.split()[0] for line in lines if line.startswith(("none", "mopps"))] == [
+        "none",
+        "mopps",
+    ]
+    assert SAMPLER_NOTE in lines
+    path = tmp_path / "runs" / f"{name}-backtest" / "backtest.html"
+    assert path.relative_to(tmp_path) == Path(lines[-1])
+    assert CAVEAT in path.read_text()
+    data = json.loads(path.with_suffix(".json").read_text())
+    assert [table["title"] for table in data["tables"]] == ["Data rules", "Samplers"]
+
+
+def test_a_rule_that_is_the_sampler_of_one_of_several_runs_is_refused(stack: Endpoints) -> None:
+    sampler = {"kind": "mopps", "candidates": 2}
+    recorded_run(stack, "back-test-without-mopps", {})
+    recorded_run(stack, "back-test-with-mopps", {"sampler": sampler})
+    result = invoke(
+        stack,
+        *("back-test-without-mopps", "back-test-with-mopps"),
+        *("--rule", "mopps: sampler.kind=mopps sampler.candidates=2"),
+    )
+    assert result.exit_code != 0
+    assert (
+        "mopps: the rule changes the sampler of run 'back-test-without-mopps', and not of run "
+        "'back-test-with-mopps'"
+    ) in str(result.exception)
 
 
 def test_several_runs_are_averaged(stack: Endpoints) -> None:
