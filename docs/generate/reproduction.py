@@ -94,7 +94,8 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
 
 
 def _section(name: str, declaration: Declaration, states: Mapping[Size, State]) -> Iterator[str]:
-    yield from (f"## {name}", "", f"**{declaration.title}.** {declaration.claim}", "")
+    stop = "" if declaration.title.endswith("?") else "."
+    yield from (f"## {name}", "", f"**{declaration.title}{stop}** {declaration.claim}", "")
     yield f"- Source: {declaration.source}"
     if declaration.needs is not None:
         yield f"- At the paper's size: {describe_needs(declaration)}"

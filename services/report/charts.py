@@ -231,7 +231,9 @@ def migrated_bins(matrix: Sequence[Sequence[int]]) -> str:
         for row, colour in zip(values, colours, strict=True):
             drawn.axes.bar(positions + 0.2, row, 0.36, bottom, color=colour, linewidth=0)
             bottom += row
-        drawn.axes.bar([0], [0], color=SERIES[1], label="0 correct before (left bars)")
+        drawn.axes.bar(
+            [0], [0], color=SERIES[1], label="none correct before (left: before, right: after)"
+        )
         drawn.axes.set_xticks(positions)
         drawn.axes.grid(False, axis="x")
     return drawn.svg

@@ -38,8 +38,7 @@ def write_page(
             f"<p class='soft'>{'<br>'.join(map(html.escape, describe_result(result)))}</p>"
             for result in state.results
         ),
-        f"<div class='charts'>{''.join(_figures(declaration, results))}</div>",
-        _paper(declaration),
+        f"<div class='charts'>{''.join(_figures(declaration, results))}{_paper(declaration)}</div>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(f"bapo reproduce {name}", "".join(body)), encoding="utf-8")
@@ -120,7 +119,7 @@ def _numbers(numbers: PaperNumbers, source: str) -> str:
         for label, row in numbers.rows.items()
     )
     return (
-        "<figure class=scrolls><h2>The paper's numbers</h2>"
+        "<figure class=wide><h2>The paper's numbers</h2>"
         f"<figcaption>{html.escape(f'{numbers.note} {source}'.strip())}</figcaption>"
         f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></figure>"
     )

@@ -194,7 +194,7 @@ def describe_test(test: Test) -> str:
     if test.within is not None:
         return f"{measure}: {' = '.join(test.pairs[0])}, within {test.within:g}"
     larger = f" by more than {test.by:g}" if test.by else ""
-    return f"{measure}: {test.larger} above {', '.join(test.than)}{larger}"
+    return f"{measure}: {test.larger} above {'; '.join(test.than)}{larger}"
 
 
 def describe_state(state: State) -> str:
@@ -208,7 +208,7 @@ def describe_result(result: TestResult) -> list[str]:
     """Says, a line each, what the runs decide of a test, and their resolution."""
     lines = [
         f"{describe_test(result.test)}: "
-        + ", ".join(f"{label} {_number(value)}" for label, value in result.means.items())
+        + "; ".join(f"{label} {_number(value)}" for label, value in result.means.items())
     ]
     for each in result.judgements:
         lines.append(
