@@ -13,11 +13,11 @@ from bapo_core.config import ConfigChange, ConfigError, ConfigHistory
 from services.buffer.api import digest_chain, wire
 from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
 from services.buffer.queries import difficulty
-from services.buffer.storage.artifacts import latest_checkpoint
-from services.buffer.steps.commits import rewind_run
-from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
 from services.buffer.runs import tokens
+from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
 from services.buffer.service import Service
+from services.buffer.steps.commits import rewind_run
+from services.buffer.storage.artifacts import latest_checkpoint
 from services.buffer.storage.tables import (
     BatchMemberRow,
     BufferEntry,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.storage.tables import Replica, Run
@@ -39,7 +38,9 @@ def list_replicas(run: Run) -> list[wire.CallableReplica]:
     # Both times come from the database's clock, because the clocks of machines differ.
     now = run.session.scalar(select(func.now()))
     assert now is not None
-    rows = run.session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
+    rows = run.session.scalars(
+        select(Replica).where(Replica.run_id == run.id).order_by(Replica.name)
+    )
     return [
         wire.CallableReplica(
             name=row.name,

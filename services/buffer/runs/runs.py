@@ -13,9 +13,9 @@ from bapo_core.config import ConfigError, RunConfig, config_from
 from bapo_core.reward_files import stored_digest
 from bapo_core.selection import check_data_rules
 from services.buffer.api import wire
+from services.buffer.steps.samplers import copy_prior
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.pages import after_cursor, page_of
-from services.buffer.steps.samplers import copy_prior
 from services.buffer.storage.tables import RewardFile, Run
 from services.common.problems import Problem, bad_request, conflict, not_found
 

@@ -6,7 +6,6 @@ from datetime import timedelta
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.storage.tables import Run, SpanRow

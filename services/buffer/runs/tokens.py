@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import threading
-import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -54,7 +51,8 @@ def accept_configured(session: Session, configured: Mapping[Scope, str]) -> None
     hashes = {hash_token(token): scope for scope, token in configured.items()}
     session.execute(
         delete(ApiToken).where(
-            ApiToken.name == CONFIGURED, tuple_(ApiToken.hash, ApiToken.scope).not_in(hashes.items())
+            ApiToken.name == CONFIGURED,
+            tuple_(ApiToken.hash, ApiToken.scope).not_in(hashes.items()),
         )
     )
     for hashed, scope in hashes.items():
@@ -142,7 +140,9 @@ class ScopeGuard(Guard):
             )
         if not covers(token.scope, self.permitted):
             needed = " or ".join(map(repr, self.permitted))
-            raise Problem(403, "Forbidden", f"this needs scope {needed}, the token has {token.scope!r}")
+            raise Problem(
+                403, "Forbidden", f"this needs scope {needed}, the token has {token.scope!r}"
+            )
         if token.run is not None:
             self._check_run(request, token.run)
         request.state.token = token
@@ -161,13 +161,12 @@ class ScopeGuard(Guard):
             raise Problem(403, "Forbidden", f"this token is for run {run!r} alone")
 
 
-def permit(
-    *scopes: Scope, of_no_run: bool = False, largest_body: int = LARGEST_BODY
-) -> list[Any]:
+def permit(*scopes: Scope, of_no_run: bool = False, largest_body: int = LARGEST_BODY) -> list[Any]:
     """Returns the dependencies of a route, which state who may call it.
 
-    scopes: scopes that may call it, besides `admin`, and those that include them. of_no_run: whether
-    a token that is bound to a run may call it, though the route is not below `/v1/runs/{name}`.
+    scopes: scopes that may call it, besides `admin`, and those that include them. of_no_run:
+    whether a token that is bound to a run may call it, though the route is not below
+    `/v1/runs/{name}`.
     """
     return [Depends(ScopeGuard(scopes, of_no_run, largest_body))]
 
