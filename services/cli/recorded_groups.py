@@ -147,6 +147,7 @@ def back_test(
         samplers={label: test.result() for label, test in samplers.items()},
         first_difference=difference,
         first_other_draw=other_draw,
+        changed_at=sorted({change.first_step for change in state.changes}),
     )
 
 

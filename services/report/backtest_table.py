@@ -49,6 +49,8 @@ class RunBackTest:
     first_other_draw: int | None
     """First step whose prompts by the run's own sampler are not the recorded ones; None if all are,
     and without `samplers`."""
+    changed_at: Sequence[int]
+    """First steps of the run's changes of its configuration, with which it may have been forked."""
 
     def as_json(self) -> dict[str, Any]:
         """Returns all values, for files and other programs."""
@@ -68,14 +70,23 @@ class RunBackTest:
         if self.first_difference is not None:
             found.append(
                 f"{self.run}: the batch of step {self.first_difference} by the run's own rules is "
-                "not the recorded one, so another version of the rules composed it"
+                f"not the recorded one, so {self._cause()} composed it"
             )
         if self.first_other_draw is not None:
             found.append(
                 f"{self.run}: the prompts of step {self.first_other_draw} by the run's own sampler "
-                "are not the recorded ones, so another version or another run drew them"
+                f"are not the recorded ones, so {self._cause()} drew them"
             )
         return found
+
+    def _cause(self) -> str:
+        if not self.changed_at:
+            return "another version of the rules"
+        steps = ", ".join(map(str, self.changed_at))
+        return (
+            "another configuration or another version of the rules (the configuration changed at "
+            f"step {steps}, and the last one is applied to all steps)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

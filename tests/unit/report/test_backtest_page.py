@@ -56,6 +56,7 @@ def back_test(
         samplers={OWN_RULES: drawn, "mopps": SAMPLER} if samplers else {},
         first_difference=None,
         first_other_draw=None,
+        changed_at=[],
     )
 
 
@@ -96,8 +97,9 @@ def test_columns_that_are_0_for_all_rules_are_left_out_if_they_are_optional() ->
     (without,) = tables_of([back_test(samplers=False)])
     assert {"missing", "cut off", "effective"}.isdisjoint(without.headings)
     assert "replayed" in without.headings
-    measured = {"replay_ess": 0.9, "replay_ess_measured": 0.96}
-    (table,) = tables_of([back_test(samplers=False, cut_off=0.25, **measured)])
+    (table,) = tables_of(
+        [back_test(samplers=False, cut_off=0.25, replay_ess=0.9, replay_ess_measured=0.96)]
+    )
     assert {"cut off", "effective"} <= set(table.headings)
     own = dict(zip(table.headings, table.rows[OWN_RULES], strict=True))
     assert own["effective"] == "-"  # It has no replayed groups.
@@ -115,6 +117,9 @@ def test_what_the_own_rules_do_not_give_again_is_noted(tmp_path: Path) -> None:
     page = write_backtest([test], tmp_path).read_text()
     assert "the batch of step 4 by the run&#x27;s own rules is not the recorded one" in page
     assert "the prompts of step 5 by the run&#x27;s own sampler are not the recorded ones" in page
+    assert all("so another version of the rules" in warning for warning in test.warnings())
+    for warning in replace(test, changed_at=[3, 7]).warnings():
+        assert "the configuration changed at step 3, 7, and the last one is applied" in warning
 
 
 def test_the_file_has_the_cells_of_the_tables(tmp_path: Path) -> None:
