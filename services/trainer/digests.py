@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import bapo_core
-import services.trainer
 from services.buffer.api.wire import StepDigests
 from services.trainer.checkpoint import ModuleStates
+from services.trainer.code_version import code_version
 from services.trainer.data import Batch
 from services.trainer.families import plain_name
 from services.trainer.ranks import Ranks
@@ -101,18 +98,6 @@ def batch_digest(batch: Batch, positions: Sequence[int], ranks: Ranks) -> str:
         return hashlib.sha256(ordered.encode()).hexdigest()
 
     return ranks.from_main(digest)
-
-
-@lru_cache(maxsize=1)
-def code_version() -> str:
-    """Returns the version of bapo, and a digest of the sources that compute a step."""
-    digest = hashlib.sha256()
-    for package in (bapo_core, services.trainer):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode())
-            digest.update(path.read_bytes())
-    return f"{services.VERSION}+{digest.hexdigest()[:16]}"
 
 
 def platform_name() -> str:

@@ -136,3 +136,14 @@ def test_what_cannot_be_forked_is_refused_in_one_line(
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode in (1, 2)
     assert refused in " ".join(errors.split())
+
+
+def test_a_fork_of_a_run_of_other_code_says_so(
+    bapo: Bapo, parent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = bapo.inspect("fork", parent, "--at", "5", "--name", "code-1", "--no-train")
+    assert "other code" not in quiet
+    assert "train it with `bapo run name=code-1 --resume`" in " ".join(quiet.split())
+    monkeypatch.setattr("services.cli.commands.fork.code_version", lambda: "0.9.0+0123")
+    said = bapo.inspect("fork", parent, "--at", "5", "--name", "code-2", "--no-train")
+    assert "note: step 5 was trained by other code" in " ".join(said.split())

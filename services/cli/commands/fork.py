@@ -21,6 +21,7 @@ from services.common.process import stop_on_signals
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
+from services.trainer.code_version import code_version
 
 values_argument = click.argument(
     "values",
@@ -197,6 +198,14 @@ def _create(
     if state.changes and state.changes[-1].first_step == origin.step + 1:
         changes = state.changes[-1]
         console.print(f"from step {changes.first_step} on: {changes.describe()}", soft_wrap=True)
+    last = next(iter(client.steps(after=origin.step - 1)), None) if origin.step else None
+    if last is not None and last.digests is not None and last.digests.code != code_version():
+        console.print(
+            f"note: step {origin.step} was trained by other code ({last.digests.code}) than the "
+            f"steps after it will be ({code_version()}), so that {state.name} may differ from "
+            f"{client.run} although its configuration does not",
+            soft_wrap=True,
+        )
     if origin.checkpoint < origin.step:
         console.print(
             f"step {origin.step} has no checkpoint: steps {origin.checkpoint + 1} to {origin.step} "

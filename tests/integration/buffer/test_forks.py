@@ -419,6 +419,17 @@ def test_a_correction_that_needs_stored_logprobs_begins_with_empty_buffers_alone
         fork(driver, 6, loss={"correction": {"kind": "decoupled"}})
 
 
+def test_a_run_that_is_being_deleted_has_no_past_to_share(stack: Endpoints) -> None:
+    parent = trained(stack, steps=2)
+    url = stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "update run set status = 'deleting' where name = %s", (parent.config.name,)
+        )
+    with pytest.raises(ServiceError, match=r"is being deleted; its past cannot be shared"):
+        fork(parent, 2)
+
+
 def test_forks_made_at_once_are_one_fork(stack: Endpoints, driver: Trained) -> None:
     request = wire.ForkRequest(name=name_run("fork"), step=6)
     with ThreadPoolExecutor(4) as pool:

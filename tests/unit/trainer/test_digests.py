@@ -11,7 +11,8 @@ import torch
 
 from services import VERSION
 from services.trainer import digests as digests_module
-from services.trainer.digests import batch_digest, code_version, weights_digest
+from services.trainer.code_version import code_version
+from services.trainer.digests import batch_digest, weights_digest
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers
 from tests.micro import micro_model
