@@ -1,0 +1,1 @@
+"""Runs, their attempts and replicas, stored configurations, and access to them."""
