@@ -120,8 +120,8 @@ def _check_rollouts(named: Run, request: wire.ForkRequest) -> None:
         return
     if last > named.current_step:
         raise conflict(
-            f"run {named.name!r} has rollouts of all its steps to {named.current_step} only, not to "
-            f"{last}; end at {named.current_step}"
+            f"run {named.name!r} has rollouts of all its steps to {named.current_step} only, not "
+            f"to {last}; end at {named.current_step}"
         )
     if last <= request.step:
         raise conflict(
