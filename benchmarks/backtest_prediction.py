@@ -75,6 +75,10 @@ RULES: dict[str, dict[str, Any]] = {
 }
 """Rule sets of many kinds, the default rules first."""
 SEEDS = (1, 2, 3)
+LONGER: dict[str, Any] = {"steps": 80, "optimizer.minibatch_prompts": 4}
+LONGER_RULES = ("mixed groups of any age", "no replay")
+"""Twice as many updates a step, and more steps: there, the rule sets of the most and of the least
+signal were seen to change places."""
 RESAMPLES = 1_000
 LEVEL = 0.95
 
@@ -104,9 +108,19 @@ def planned_runs() -> list[PlannedRun]:
 
     After the first seed, its training can be compared with the back-tests of the other seeds.
     """
-    overrides = [f"{key}={value}" for key, value in SETTINGS.items()]
-    runs = plan_runs(FILE, overrides, [Variant(*each) for each in RULES.items()], SEEDS)
+    runs = plan_runs(FILE, _overrides(SETTINGS), [Variant(*each) for each in RULES.items()], SEEDS)
     return sorted(runs, key=lambda planned: planned.label != OWN_RULES)
+
+
+def planned_longer_runs() -> list[PlannedRun]:
+    """Returns the runs of two rule sets with more updates."""
+    settings = SETTINGS | LONGER | {"name": "prediction-longer"}
+    variants = [Variant(label, RULES[label]) for label in LONGER_RULES]
+    return plan_runs(FILE, _overrides(settings), variants, SEEDS)
+
+
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def train(
@@ -139,6 +153,20 @@ def read_back_tests(client: BufferClient) -> dict[str, dict[str, float]]:
     others = [Variant(label, rules) for label, rules in RULES.items() if label != OWN_RULES]
     test = back_test(client, others, first=1, last=None, where="benchmark")
     return {label: asdict(result) for label, result in test.results.items()}
+
+
+def read_effective_shares(client: BufferClient) -> dict[str, float | None]:
+    """Returns the effective share of replayed tokens over a run, as its trainer measured it at each
+    step, and as a back-test of the run's own rules estimates it from the shares of all ages."""
+    own = back_test(client, [], first=1, last=None, where="benchmark").results[OWN_RULES]
+    tokens, weighted = 0, 0.0
+    for step in client.steps():
+        share = step.metrics.get("divergence/replayed/ess_fraction")
+        if share:
+            members = client.recorded_batch(step.step).members
+            replayed = sum(member.tokens for member in members if member.source == "replayed")
+            tokens, weighted = tokens + replayed, weighted + replayed / share
+    return {"measured": tokens / weighted if weighted else None, "estimated": own.replay_ess}
 
 
 # ---- the analysis -------------------------------------------------------------------------------
@@ -284,22 +312,28 @@ def main() -> None:
         "file": FILE,
         "settings": SETTINGS,
         "rules": RULES,
+        "longer": {"settings": LONGER, "runs": []},
         "runs": [],
         "back_tests": {},
+        "effective_shares": {},
     }
 
     def add_run(endpoints: Endpoints, finished: list[PlannedRun]) -> None:
         planned = finished[-1]
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=planned.config.name)
-        result["runs"].append(read_run(client, planned))
+        is_longer = planned.config.steps == LONGER["steps"]
+        (result["longer"] if is_longer else result)["runs"].append(read_run(client, planned))
         if planned.label == OWN_RULES:
-            result["back_tests"][str(planned.config.seed)] = read_back_tests(client)
-        if planned.label in (OWN_RULES, list(RULES)[-1]):  # A back-test, or a complete seed.
+            seed = str(planned.config.seed)
+            result["back_tests"][seed] = read_back_tests(client)
+            result["effective_shares"][seed] = read_effective_shares(client)
+        # A back-test, or a complete seed.
+        if planned.label in (OWN_RULES, list(RULES)[-1]):
             result["analysis"] = analyse(result["runs"], result["back_tests"])
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    train(planned_runs(), default_home(), add_run)
+    train([*planned_runs(), *planned_longer_runs()], default_home(), add_run)
     report(result, arguments.out)
 
 

@@ -19,6 +19,7 @@ from benchmarks.backtest_prediction import (
     analyse,
     correlate,
     decided_pairs,
+    planned_longer_runs,
     planned_runs,
     predict_others,
     spearman,
@@ -124,5 +125,8 @@ def test_every_rule_set_is_trained_with_every_seed() -> None:
     assert len({planned.config.name for planned in runs}) == len(runs)
     assert {planned.label for planned in runs[: len(SEEDS)]} == {OWN_RULES}
     assert [planned.config.seed for planned in runs if planned.label == OWN_RULES] == list(SEEDS)
+    longer = planned_longer_runs()
+    assert len({planned.config.name for planned in [*runs, *longer]}) == len(runs) + len(longer)
+    assert {planned.label for planned in longer} <= set(RULES)
     assert len(RULES) > 12
     assert next(iter(FIGURES)) == "signal"

@@ -132,7 +132,13 @@ def parse_steps(text: str | None) -> tuple[int, int | None]:
     first, colon, last = text.partition(":")
     if not colon or not all(part.isdecimal() or not part for part in (first, last)):
         raise BapoError(f"--steps {text}: write FIRST:LAST, for example 50:100")
-    return int(first or 1), int(last) if last else None
+    of_steps = int(first or 1), int(last) if last else None
+    if of_steps[0] < 1 or (of_steps[1] is not None and of_steps[1] < of_steps[0]):
+        raise BapoError(
+            f"--steps {text}: no step is in this range; steps count from 1, and the first is not "
+            "after the last"
+        )
+    return of_steps
 
 
 def _print_table(table: Table) -> None:

@@ -273,6 +273,9 @@ def test_several_runs_are_averaged(stack: Endpoints) -> None:
     [
         ((), "give --rules FILE"),
         (("--rule", "a: replay.select=off", "--steps", "5"), "write FIRST:LAST"),
+        (("--rule", "a: replay.select=off", "--steps", "5:3"), "no step is in this range"),
+        (("--rule", "a: replay.select=off", "--steps", "0:3"), "steps count from 1"),
+        (("--rule", "a: replay.select=off", "--steps", "3:99"), "it has committed 8"),
         (("--rule", "a: replay.select=off", "--rule", "a: fresh.filter=none"), "given twice"),
         (("--rule", "a: optimizer.learning_rate=1"), "optimizer.learning_rate=1.0"),
     ],
