@@ -90,10 +90,11 @@ def values_at(
         if step is None or change.first_step <= step:
             in_force |= _every_key(change.new, change.old)
     result = dict(values)
+    # A section may be null or empty in place of keys: `kl.convex` ends as `kl.convex.after` begins.
+    for key in [key for key, value in in_force.items() if value is _ABSENT]:
+        result = _without(result, key.split("."))
     for key, value in in_force.items():
-        if value is _ABSENT:
-            result = _without(result, key.split("."))
-        else:
+        if value is not _ABSENT:
             result = merge(result, nest(key, value), model=None)
     return result
 
@@ -105,6 +106,17 @@ _ABSENT = object()
 def _every_key(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values, with `_ABSENT` for the keys that `others` alone has."""
     return {**dict.fromkeys(others, _ABSENT), **values}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested sections by dotted key, and the sections that are empty."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
@@ -194,19 +206,27 @@ class ConfigHistory:
         Raises `ConfigError` for keys that the past depends on, for values that are not valid, and
         unless a step is left to train.
         """
-        now = flatten(self.at(step + 1).model_dump(mode="json"))
-        last = flatten(self.current.model_dump(mode="json"))
+        now = _flatten(self.at(step + 1).model_dump(mode="json"))
+        last = _flatten(self.current.model_dump(mode="json"))
         where = f"fork of run {self.current.name!r}"
         config = override_config(
             values_of_user(self.current), requested, {"name": name}, where=where
         )
-        wanted = flatten(config.model_dump(mode="json"))
+        wanted = _flatten(config.model_dump(mode="json"))
         given = flatten(requested)
+        sections = {key.partition(".")[0] for key in given}
+
+        def holds_at_once(key: str) -> bool:
+            """Whether the fork's value holds before a later change of the run would hold."""
+            is_structural = key not in now or key not in wanted
+            is_related = is_structural and key.partition(".")[0] in sections
+            return key in given or "algorithm" in given or is_related
+
         changed = {
             key
-            for key in {*wanted, *last}
+            for key in {*wanted, *last, *now}
             if wanted.get(key, _ABSENT) != last.get(key, _ABSENT)
-            or (key in given and wanted.get(key, _ABSENT) != now.get(key, _ABSENT))
+            or (holds_at_once(key) and wanted.get(key, _ABSENT) != now.get(key, _ABSENT))
         }
         given_others = {
             key: wanted.get(key) for key in sorted(changed) if wanted.get(key) != last.get(key)
@@ -218,9 +238,11 @@ class ConfigHistory:
                 f"{where}: it has no step left to train after step {step}, because steps is "
                 f"{config.steps}; set a number of steps above {step} (steps=...), or fork earlier"
             )
+        # A key that a later change of the run begins, and the fork does not have, ends with it.
+        before = {key: value for key, value in last.items() if key not in wanted} | now
         return ConfigChange(
             first_step=step + 1,
-            old={key: now[key] for key in sorted(changed) if key in now},
+            old={key: before[key] for key in sorted(changed) if key in before},
             new={key: wanted[key] for key in sorted(changed) if key in wanted},
         )
 

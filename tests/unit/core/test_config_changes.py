@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bapo_core.config import (
+    PRESETS,
     ConfigChange,
     ConfigError,
     ConfigHistory,
@@ -19,8 +21,9 @@ from bapo_core.config import (
     config_from,
     flatten,
     load_config,
+    override_config,
 )
-from bapo_core.config.changes import CHANGEABLE, values_at
+from bapo_core.config.changes import CHANGEABLE, values_at, values_of_user
 
 INITIAL = config_from(
     {
@@ -190,3 +193,149 @@ def test_the_default_configuration_has_no_schedule_that_depends_on_the_number_of
         assert short.publishes_at(t) == long.publishes_at(t)
         assert short.rollout_version(t, "fresh") == long.rollout_version(t, "fresh")
         assert short.replays_at(t) == long.replays_at(t)
+
+
+# ---- forks --------------------------------------------------------------------------------------
+
+ALGORITHMS = st.sampled_from(sorted(PRESETS))
+USER_VALUES: list[dict[str, Any]] = [
+    {"optimizer": {"learning_rate": 3e-5}},
+    {"sampler": {"kind": "mopps", "candidates": 2}},
+    {"task": {"options": {"template": "short"}, "train_prompts": 1500}},
+    {"rollout": {"engine": {"kind": "vllm", "args": ["--enforce-eager"]}}},
+    {"evaluation": {"sets": {"easy": {"every": 4}, "hard": {}}}},
+    {"loss": {"by_source": {"replayed": {"coefficient": 0.5}}}},
+]
+STEPS = 12
+BY_PAST = (
+    "advantage.estimator=",
+    "demonstrations.supervise_every=",
+    "kl.reset_after=",
+    "reward.overlong_share=",
+)
+"""Begins the keys of presets that may not change in a fork."""
+
+
+def configure(algorithm: str, name: str = "words", **values: Any) -> RunConfig:
+    return config_from({"algorithm": algorithm, "name": name, "steps": STEPS, **values})
+
+
+def fork_to(
+    configs: ConfigHistory, values: dict[str, Any], step: int, name: str
+) -> ConfigChange | None:
+    """Returns the change of a fork; None if a key of the algorithm may not change in one."""
+    try:
+        return configs.plan_fork(values, step, name)
+    except ConfigError as error:
+        if any(f": {key}" in str(error) for key in BY_PAST):
+            return None
+        raise
+
+
+def assert_values(
+    initial: RunConfig, changes: list[ConfigChange], expected: dict[int, RunConfig]
+) -> None:
+    """Compares the values at steps, from whichever values they are computed, key by key."""
+    values = initial.model_dump(mode="json")
+    starts = [values, *(values_at(values, changes, step) for step in (*expected, None))]
+    for start in starts:
+        for step, config in expected.items():
+            assert values_at(start, changes, step) == config.model_dump(mode="json")
+
+
+def valid_configs() -> list[RunConfig]:
+    """Returns each preset alone and with values of a user, as far as its algorithm takes them."""
+    configs = [configure(algorithm) for algorithm in sorted(PRESETS)]
+    for values in USER_VALUES:
+        configs.append(configure("bapo", **values))
+        for algorithm in sorted(PRESETS):
+            with suppress(ConfigError):
+                configs.append(configure(algorithm, **values))
+    return configs
+
+
+def test_the_values_of_the_user_give_the_configuration_again() -> None:
+    for config in valid_configs():
+        written = values_of_user(config)
+        assert override_config(written) == config
+        assert values_of_user(override_config(written)) == written
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=ALGORITHMS, after=ALGORITHMS, rate=st.floats(1e-7, 1e-3))
+def test_a_fork_has_the_configuration_of_either_algorithm_on_its_own_side(
+    before: str, after: str, rate: float
+) -> None:
+    values = {"optimizer": {"learning_rate": rate}}
+    initial = configure(before)
+    change = fork_to(ConfigHistory(initial), {"algorithm": after, **values}, 5, "fork")
+    if change is not None:
+        own = configure(after, "fork", **values)
+        assert_values(initial, [change], {0: initial, 5: initial, 6: own, STEPS: own})
+
+
+@pytest.mark.parametrize("after", ["remix_grpo", "luffy", "exgrpo"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sections_that_are_empty_or_null_on_one_side_of_a_fork_are_kept(
+    after: str, swapped: bool
+) -> None:
+    """`kl.convex` and `loss.by_source` of BAPO have no keys, and those of these presets have."""
+    before, after = (after, "bapo") if swapped else ("bapo", after)
+    initial = configure(before)
+    change = fork_to(ConfigHistory(initial), {"algorithm": after}, 5, "fork")
+    assert change is not None
+    assert_values(initial, [change], {5: initial, 6: configure(after, "fork")})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    algorithms=st.tuples(ALGORITHMS, ALGORITHMS, ALGORITHMS),
+    first=st.integers(0, STEPS - 2),
+    second=st.integers(0, STEPS - 2),
+)
+@example(algorithms=("bapo", "grpo", "exgrpo"), first=8, second=3)
+@example(algorithms=("bapo", "exgrpo", "grpo"), first=8, second=3)
+def test_the_fork_of_a_fork_has_the_configurations_of_its_whole_lineage(
+    algorithms: tuple[str, str, str], first: int, second: int
+) -> None:
+    """The second fork may be at a step that the first one shares with its parent."""
+    initial = configure(algorithms[0])
+    one = fork_to(ConfigHistory(initial), {"algorithm": algorithms[1]}, first, "one")
+    if one is None:
+        return
+    two = fork_to(ConfigHistory(initial, [one]), {"algorithm": algorithms[2]}, second, "two")
+    if two is None:
+        return
+    expected = {
+        step: configure(algorithms[2], "two")
+        if step > second
+        else configure(algorithms[1], "one")
+        if step > first
+        else initial
+        for step in {0, first, first + 1, second, second + 1, STEPS}
+    }
+    assert_values(initial, [one, two], expected)
+
+
+def test_a_fork_before_a_change_of_its_run_keeps_the_change_for_the_keys_that_it_leaves() -> None:
+    initial = configure("bapo")
+    resumed = ConfigHistory(initial).plan_change({"optimizer.learning_rate": 1e-5}, 8)
+    assert resumed is not None
+    configs = ConfigHistory(initial, [resumed])
+    (seed, rate) = (
+        ConfigHistory(initial, [resumed, configs.plan_fork(values, 4, "fork")])
+        for values in ({"seed": 7}, {"optimizer": {"learning_rate": 1e-6}})
+    )
+    assert rates(seed, 4, 5, 8, 9) == [initial.optimizer.learning_rate] * 3 + [1e-5]
+    assert [seed.at(step).seed for step in (4, 5, 9)] == [initial.seed, 7, 7]
+    assert rates(rate, 4, 5, 9) == [initial.optimizer.learning_rate, 1e-6, 1e-6]
+
+
+def test_a_kind_of_a_section_that_a_later_fork_has_too_holds_from_the_earlier_fork_on() -> None:
+    initial = configure("bapo")
+    sampler: dict[str, Any] = {"sampler": {"kind": "mopps", "candidates": 2, "decay": 0.5}}
+    one = ConfigHistory(initial).plan_fork(sampler, 8, "one")
+    two = ConfigHistory(initial, [one]).plan_fork({"sampler": {"kind": "mopps"}}, 3, "two")
+    configs = ConfigHistory(initial, [one, two])
+    assert configs.at(4).sampler == configs.at(9).sampler == configure("bapo", **sampler).sampler
+    assert configs.at(3) == initial
