@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import mean
 
 from bapo_core.types import Source
 from services.report import charts
@@ -38,7 +39,8 @@ def write_page(
             f"<p class='soft'>{'<br>'.join(map(html.escape, describe_result(result)))}</p>"
             for result in state.results
         ),
-        f"<div class='charts'>{''.join(_figures(declaration, results))}{_paper(declaration)}</div>",
+        f"<div class='charts'>{''.join(_figures(declaration, results))}"
+        f"{_measured(results)}{_paper(declaration)}</div>",
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(f"bapo reproduce {name}", "".join(body)), encoding="utf-8")
@@ -103,14 +105,31 @@ def _draw_sources(drawn: Sequence[LabelledRecord]) -> str:
     return charts.stacked(steps, shares, y="share of the batch")
 
 
+def _measured(results: Sequence[LabelledRecord]) -> str:
+    """Returns the table of the last evaluations in percent, as the paper prints its results."""
+    columns = list(dict.fromkeys(name for each in results for name in each.record.sets))
+    rows: dict[str, tuple[float | None, ...]] = {}
+    for label in dict.fromkeys(each.label for each in results):
+        sets = [each.record.sets for each in results if each.label == label]
+        rows[label] = tuple(
+            round(100 * mean(each[name] for each in sets), 2)
+            if all(name in each for each in sets)
+            else None
+            for name in columns
+        )
+    caption = "Percent of the held-out prompts of each set, last evaluation, mean over the seeds."
+    numbers = PaperNumbers(columns=tuple(columns), rows=rows)
+    return _table("Measured", numbers, caption) if columns else ""
+
+
 def _paper(declaration: Declaration) -> str:
     numbers = declaration.numbers
     if numbers is None:
         return f"<p class='soft'>The paper's numbers: {html.escape(declaration.source)}</p>"
-    return _numbers(numbers, declaration.source)
+    return _table("The paper's numbers", numbers, f"{numbers.note} {declaration.source}".strip())
 
 
-def _numbers(numbers: PaperNumbers, source: str) -> str:
+def _table(title: str, numbers: PaperNumbers, caption: str) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in numbers.columns)
     rows = "".join(
         f"<tr><td>{html.escape(label)}</td>"
@@ -119,7 +138,7 @@ def _numbers(numbers: PaperNumbers, source: str) -> str:
         for label, row in numbers.rows.items()
     )
     return (
-        "<figure class=wide><h2>The paper's numbers</h2>"
-        f"<figcaption>{html.escape(f'{numbers.note} {source}'.strip())}</figcaption>"
+        f"<figure class=wide><h2>{html.escape(title)}</h2>"
+        f"<figcaption>{html.escape(caption)}</figcaption>"
         f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></figure>"
     )

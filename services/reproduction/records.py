@@ -48,6 +48,9 @@ class RecordedRun(Section):
     version: str
     """Version of bapo that trained it."""
     evaluations: tuple[RecordedEvaluation, ...]
+    """Evaluations on the primary set, by which claims are judged."""
+    sets: dict[str, float]
+    """Accuracy of the last evaluation on each set, by the set's name."""
     migration: tuple[tuple[int, ...], ...]
     """Held-out prompts by correct responses in the first (row) and the last evaluation (column)."""
     unlocked: float
@@ -76,6 +79,11 @@ def record_run(run: DeclaredRun, result: RunResult) -> RecordedRun:
             )
             for index, evaluation in enumerate(history.evaluations)
         ),
+        sets={
+            view.name: view.evaluations[-1].mean_accuracy
+            for view in history.sets
+            if view.evaluations
+        },
         migration=tuple(map(tuple, history.migration.matrix)),
         unlocked=history.migration.unlocked_fraction,
         steps=_step_values(history.steps),

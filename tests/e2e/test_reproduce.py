@@ -70,6 +70,7 @@ def test_an_experiment_is_trained_continued_and_judged(
     assert len(files) == 4
     record = json.loads(files[0].read_text())
     assert len(record["evaluations"]) == 3
+    assert list(record["sets"]) == ["test"]
     assert record["steps"]["groups in the batch"] != []
     (listed,) = json.loads(reproduce("--list", "--json", *results))
     assert listed["done"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,14 @@ def test_a_path_is_a_declaration_of_the_users_own(tmp_path: Path) -> None:
     assert name == "mine"
     assert len(plan_runs(declaration, "small")) == 4
     assert describe_test(declaration.tests[0]) == "accuracy at equal training steps: v5 above v10"
+
+
+def test_the_example_of_the_documentation_is_a_declaration(tmp_path: Path) -> None:
+    (example,) = re.findall(
+        r"```yaml\n(# delay.yaml.*?)```", (ROOT / "docs/experiments.md").read_text(), re.DOTALL
+    )
+    declaration = read_declaration(write(tmp_path, example))
+    assert [run.config().steps for run in plan_runs(declaration, "small")] == [60] * 8
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def record(
             )
             for index, accuracy in enumerate(accuracies)
         ),
+        sets={"test": accuracies[-1], "other": 0.25},
         migration=((unsolved, 8 - unsolved), (0, 2)),
         unlocked=(8 - unsolved) / 8,
         steps={
@@ -250,6 +252,8 @@ def test_the_page_draws_every_panel_beside_the_papers_numbers(
     text = path.read_text()
     assert text.count("<svg") == 4
     assert "<td>12.5</td>" in text
+    # The means over the seeds of each set, 0.5 + 0.01 seed, stand beside it.
+    assert re.search(r"<td>new</td><td>52\.\d+</td><td>25</td>", text)
     assert "holds (8 runs)" in text
 
 
