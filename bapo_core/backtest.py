@@ -86,8 +86,8 @@ class GroupLength(NamedTuple):
 
     tokens: int
     """Response tokens of the group."""
-    cut_off: int
-    """Responses that were cut off at `rollout.max_response_tokens`; 0 where it was not recorded."""
+    cut_off: int | None
+    """Responses that were cut off at `rollout.max_response_tokens`; None if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,10 @@ class BackTestResult:
     replayed groups whose share is known."""
     replay_ess_measured: float
     """Share of the tokens of replayed groups whose age was measured."""
-    cut_off: float
-    """Share of the responses that were cut off at `rollout.max_response_tokens`."""
-    without_loss: float
+    cut_off: float | None
+    """Share of the responses that were cut off at `rollout.max_response_tokens`; None if it is not
+    known of all groups."""
+    without_loss: float | None
     """Share of the responses that have no loss: those that were cut off, if `loss.mask_truncated`
     is set."""
     missing: int
@@ -234,7 +235,8 @@ class BackTest:
                 "rollouts": sum(group.size for group in recorded.fresh) + size * len(drawn),
                 "tokens": sum(self._lengths[group.group_id].tokens for group in groups),
                 "responses": sum(group.size for group in groups),
-                "cut_off": sum(self._lengths[group.group_id].cut_off for group in groups),
+                "cut_off": sum(self._lengths[group.group_id].cut_off or 0 for group in groups),
+                "unknown": sum(self._lengths[group.group_id].cut_off is None for group in groups),
                 "missing": len(missing),
                 "missing_promoted": sum(
                     estimate_promotion(self._config, entry, *self._posterior[entry.prompt_uid])
@@ -268,7 +270,7 @@ class BackTest:
         sums: Mapping[str, Any] = self._sums
         groups, replayed = max(1, sums["groups"]), max(1, sums["replayed"])
         steps = max(1, sums["steps"])
-        cut_off = sums["cut_off"] / max(1, sums["responses"])
+        cut_off = None if sums["unknown"] else sums["cut_off"] / max(1, sums["responses"])
         return BackTestResult(
             steps=sums["steps"],
             groups=sums["groups"],

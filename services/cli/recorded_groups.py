@@ -66,8 +66,7 @@ def _rows(content: bytes) -> Iterator[_Row]:
         for batch in reader:
             columns = [column.to_pylist() for column in batch.columns]
             for *summary, kind, tokens, cut_off, position in zip(*columns, strict=True):
-                length = GroupLength(tokens, cut_off or 0)
-                yield _Row(GroupSummary(*summary), kind, length, position)
+                yield _Row(GroupSummary(*summary), kind, GroupLength(tokens, cut_off), position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +139,19 @@ def back_test(
         draws = {label: test.add(step) for label, test in samplers.items()}
         if samplers and other_draw is None and not is_recorded_draw(draws[OWN_RULES], step):
             other_draw = step.step
+    results = {label: test.result() for label, test in tests.items()}
+    for label, config in rules.data.items():
+        changed = config.loss.mask_truncated != state.config.loss.mask_truncated
+        if changed and results[label].cut_off is None:
+            raise ConfigError(
+                f"{where}: {label}: loss.mask_truncated={config.loss.mask_truncated}: run "
+                f"{client.run!r} has groups of a version that did not count the responses that "
+                "were cut off, so nothing says which of them would have a loss; leave it out"
+            )
     return RunBackTest(
         run=client.run,
         last_step=last,
-        results={label: test.result() for label, test in tests.items()},
+        results=results,
         samplers={label: test.result() for label, test in samplers.items()},
         first_difference=difference,
         first_other_draw=other_draw,

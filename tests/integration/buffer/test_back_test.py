@@ -305,6 +305,25 @@ def test_a_batch_that_other_rules_composed_is_found(stack: Endpoints) -> None:
     assert "the batch of step 4 by the run's own rules is not the recorded one" in result.stderr
 
 
+def test_groups_of_a_version_that_did_not_count_cut_off_responses_are_explained(
+    stack: Endpoints,
+) -> None:
+    driver = recorded_run(stack, "back-test-not-counted", {})
+    rules = [Variant("mask", {"loss": {"mask_truncated": True}})]
+    found = back_test(driver.client, rules, first=1, last=None, where="rules")
+    assert found.results["mask"].without_loss == found.results[OWN_RULES].cut_off == 0.0
+    url = stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "update rollout_group set cut_off = null where step = 2 and run_id = "
+            "(select id from run where name = 'back-test-not-counted')"
+        )
+    with pytest.raises(ConfigError, match=r"rules: mask: loss.mask_truncated=True: .* not count"):
+        back_test(driver.client, rules, first=1, last=None, where="rules")
+    own = back_test(driver.client, [], first=1, last=None, where="rules").results[OWN_RULES]
+    assert own.cut_off is None
+
+
 def test_a_run_without_a_committed_step_is_explained(stack: Endpoints) -> None:
     driver = Driver(stack, small_config("back-test-no-step"))
     with pytest.raises(BapoError, match=r"'back-test-no-step' has committed no step yet"):
