@@ -25,6 +25,7 @@ from bapo_core.buffers import (
     choose_reevaluated,
     eligible_high,
     evict_solved,
+    find_effective,
     promoted,
 )
 from bapo_core.composition import Composition, Decision, Decisions, StepState
@@ -77,7 +78,7 @@ def compose(config: RunConfig, state: StepState) -> Composition:
     """
     r_tot = _compute_r_tot(config, state)
     window = _compute_window(config, r_tot)
-    selects_mixed = config.replay.select == "mixed"
+    selects_mixed = config.replays_all_mixed
     responses = _choose_responses(config, state)
     joined = {group.group_id for group in state.fresh if _is_joined(config, state, group)}
     x1 = _filter_fresh(config, state, responses, joined)
@@ -87,6 +88,13 @@ def compose(config: RunConfig, state: StepState) -> Composition:
         max_age = config.high_quality_buffer.max_age
         limits = None if selects_mixed else window
         candidates = eligible_high(state.high, step=state.step, window=limits, max_age=max_age)
+        if config.replay.select == "effective_sample_size":
+            candidates = find_effective(
+                candidates,
+                step=state.step,
+                decay=state.ess_decay,
+                min_ess_fraction=config.replay.min_ess_fraction,
+            )
     batch = build_batch(
         x1,
         x2,
@@ -125,10 +133,10 @@ def _compute_r_tot(config: RunConfig, state: StepState) -> float:
 def _compute_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
     """Returns the accuracies of groups that are stored and replayed: [c2, c3].
 
-    Under `replay.select: mixed` no window chooses groups; it returns the accuracies that mixed
+    Where all mixed groups may be replayed, no window chooses; it returns the accuracies that mixed
     groups have while rewards are 1 and 0.
     """
-    if config.replay.select == "mixed":
+    if config.replays_all_mixed:
         size = config.rollout.group_size
         return 1 / size, (size - 1) / size
     settings = config.replay_window
@@ -295,7 +303,7 @@ def settle(
         change = admit_high(
             state.high,
             [*state.fresh, *stored],
-            window=None if config.replay.select == "mixed" else window,
+            window=None if config.replays_all_mixed else window,
             capacity=config.high_quality_buffer.capacity,
             max_age=config.high_quality_buffer.max_age,
             step=state.step,

@@ -11,6 +11,7 @@ how many of them would have been promoted is estimated (`estimate_promotion`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from bapo_core.algorithm import BufferName, StepState, get_batch_rule
-from bapo_core.buffers import promoted
+from bapo_core.buffers import DECAY_STEPS, median_decay, promoted
 from bapo_core.config import RunConfig
 from bapo_core.config.base import flatten
 from bapo_core.errors import ConfigError
 from bapo_core.metrics import AGES
-from bapo_core.types import GroupSummary, Source, TrainingBatch
+from bapo_core.types import ESS_DECAY, GroupSummary, Source, TrainingBatch
 
 ANSWERABLE = (
     "fresh",
@@ -59,11 +60,26 @@ class EffectiveShares:
             }
             for step, values in metrics.items()
         }
+        self._decay_steps = sorted(step for step in metrics if ESS_DECAY in metrics[step])
+        self._decays = [metrics[step][ESS_DECAY] for step in self._decay_steps]
         self._mean = {}
         for name, _, _ in AGES:
             known = [shares[name] for shares in self._of_step.values() if name in shares]
             if known:
                 self._mean[name] = fmean(known)
+
+    def decay_before(self, step: int) -> float | None:
+        """Returns the decay of the effective share with age that the steps before `step` measured.
+
+        It is the one by which the rule `replay.select: effective_sample_size` predicts.
+        """
+        end = bisect_left(self._decay_steps, step)
+        return median_decay(self._decays[max(0, end - DECAY_STEPS) : end])
+
+    @property
+    def knows_decay(self) -> bool:
+        """Whether a step has measured the decay of the effective share."""
+        return bool(self._decays)
 
     def of_age(self, step: int, age: int) -> tuple[float | None, bool]:
         """Returns the effective share of tokens of an age at a step, and whether it was measured.
@@ -194,6 +210,7 @@ class BackTest:
             hard=hard,
             high=self._buffers["high_quality"],
             r_tot_before=self._r_tot,
+            ess_decay=self._shares.decay_before(step),
         )
         composition = self._rule.compose(config, state)
         batch = composition.batch

@@ -7,10 +7,12 @@ and evictions are returned, and the caller applies them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 from typing import Literal
 
 from bapo_core.thresholds import above, at_most, within
@@ -37,7 +39,7 @@ class EvictionReason(StrEnum):
 
 Evicted = list[tuple[GroupSummary, EvictionReason]]
 Window = tuple[float, float] | None
-"""The replay window (c2, c3), or None where all mixed groups are stored and replayed (DOTS)."""
+"""The replay window (c2, c3), or None where all mixed groups are stored (DOTS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,49 @@ def eligible_high(
     """
     recent = eligible(entries, step=step, max_age=max_age)
     return [entry for entry in recent if is_replayable(entry, window)]
+
+
+# ---- replay by the effective sample size --------------------------------------------------------
+
+
+DECAY_STEPS = 10
+"""Number of measured decays of the effective share of which the median counts. The share of one
+step may be an outlier, because a single unlikely token can take most of it (0.13 where others are
+0.95, in one of 60 steps of `examples/countdown.yaml`), and the decay changes with the learning
+rate."""
+
+
+def median_decay(measured: Sequence[float]) -> float | None:
+    """Returns the median of the last measured decays of the effective share; None without any.
+
+    measured: values of the metric `ESS_DECAY`, oldest first.
+    """
+    last = measured[-DECAY_STEPS:]
+    return median(last) if last else None
+
+
+def predict_ess_fraction(group: GroupSummary, *, step: int, decay: float | None) -> float:
+    """Returns the effective share in [0, 1] that a group's tokens will have at `step`.
+
+    It is exp(-decay a) for a policy that is a steps old. As long as no decay is measured, a policy
+    that is one step old counts as the current one, so that there is something to measure, and an
+    older one as too far away.
+    """
+    age = step - group.policy_version
+    if decay is None:
+        return float(age <= 1)
+    return math.exp(-decay * age)
+
+
+def find_effective(
+    entries: Sequence[GroupSummary], *, step: int, decay: float | None, min_ess_fraction: float
+) -> list[GroupSummary]:
+    """Returns the entries whose predicted effective share at `step` is large enough."""
+    return [
+        entry
+        for entry in entries
+        if predict_ess_fraction(entry, step=step, decay=decay) >= min_ess_fraction
+    ]
 
 
 def _without(entries: Sequence[GroupSummary], evicted: Evicted) -> list[GroupSummary]:

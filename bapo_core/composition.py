@@ -27,6 +27,10 @@ class StepState:
     """B_high after the commit of the step before, oldest first."""
     r_tot_before: float | None = None
     """r_tot of the step before; None at the first step."""
+    ess_decay: float | None = None
+    """Decay per step of the effective share of stored tokens with the age of their policy, as the
+    committed steps have measured it (`bapo_core.buffers.median_decay`); None if none has, or if no
+    rule needs it."""
     revisited: int = 0
     """Number of fresh groups, the first ones, whose prompts were drawn for their past successes."""
     caches: Mapping[str, Sequence[StoredResponse]] = field(default_factory=dict)

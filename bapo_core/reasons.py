@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bapo_core.buffers import dedup_key, is_replayable
+from bapo_core.buffers import dedup_key, is_replayable, predict_ess_fraction
 from bapo_core.composition import Decision, Decisions, Outcome, StepState
 from bapo_core.config import RunConfig
 from bapo_core.types import GroupSummary, Source, TrainingBatch
@@ -172,12 +172,12 @@ class _Explainer:
         candidates = {entry.group_id for entry in self._composed.candidates}
         counts = batch.counts
         room = config.batch_capacity - counts[Source.FRESH] - counts[Source.REEVALUATED]
-        limits = None if config.replay.select == "mixed" else batch.window
+        limits = None if config.replays_all_mixed else batch.window
         window = f"the replay window [c2, c3] = [{batch.window[0]:.3f}, {batch.window[1]:.3f}]"
         inside, outside = f"within {window}", f"outside {window}"
         if limits is None:
-            inside = "with different rewards (replay.select = mixed)"
-            outside = "with equal rewards (replay.select = mixed)"
+            inside = f"with different rewards (replay.select = {config.replay.select})"
+            outside = f"with equal rewards (replay.select = {config.replay.select})"
         not_sampled = (
             f"not sampled: {self._count_candidates()} entries {inside} had no group in the "
             f"batch yet, and {room} of them were drawn for the places left"
@@ -186,12 +186,11 @@ class _Explainer:
         for entry in self._state.high:
             outcome: Outcome = "not_used"
             if entry.group_id in used:
-                outcome, reason = "used", f"{_score(entry)}, {inside}"
+                outcome, reason = "used", f"{_score(entry)}, {inside}{self._explain_share(entry)}"
             elif not is_replayable(entry, limits):
                 reason = f"{_score(entry)}, {outside}"
             elif entry.group_id not in candidates:
-                max_age = config.high_quality_buffer.max_age
-                reason = f"{_score(entry)}: too old (replay.buffer.max_age = {max_age} steps)"
+                reason = f"{_score(entry)}: {self._explain_distance(entry)}"
             elif entry.prompt_uid in self._source_of:
                 reason = self._no_place(entry)
             else:
@@ -202,6 +201,27 @@ class _Explainer:
                 decision = Decision(Source.REPLAYED, outcome, reason, entry)
                 decisions[entry.prompt_uid] = decision
         return decisions
+
+    def _explain_distance(self, entry: GroupSummary) -> str:
+        """Explains why an entry whose rewards fit is no candidate."""
+        share = self._explain_share(entry)
+        max_age = self._config.high_quality_buffer.max_age
+        if share:
+            return f"too far from the policy{share}"
+        return f"too old (replay.buffer.max_age = {max_age} steps)"
+
+    def _explain_share(self, entry: GroupSummary) -> str:
+        """Describes the predicted effective share of an entry's tokens; "" where no rule asks."""
+        replay, state = self._config.replay, self._state
+        if replay.select != "effective_sample_size":
+            return ""
+        age = state.step - entry.policy_version
+        steps = f"{age} step{'' if age == 1 else 's'}"
+        limit = f"replay.min_ess_fraction = {replay.min_ess_fraction:g}"
+        if state.ess_decay is None:
+            return f", {steps} after its policy, before the first measured decay ({limit})"
+        share = predict_ess_fraction(entry, step=state.step, decay=state.ess_decay)
+        return f", with an effective share of {share:.3f} predicted after {steps} ({limit})"
 
     def _count_candidates(self) -> int:
         """Returns the number of entries that X3 was drawn from."""

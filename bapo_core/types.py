@@ -22,6 +22,10 @@ DEMONSTRATED = "demonstrated"
 """The source of a response that is a demonstration, which no policy of the run sampled."""
 
 
+ESS_DECAY = "divergence/ess_decay"
+"""The metric of a step that says how fast stored tokens lose their effective share with age."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """The metadata of a group (the G responses to a prompt), without its tokens.

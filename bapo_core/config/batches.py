@@ -127,21 +127,48 @@ class _ReplayConfig(Section):
     """Last step whose batch has replayed groups (ReMix: 50); null is the run's last step."""
     store_reevaluated: bool = False
     """Whether re-evaluated groups enter B_high as well as fresh ones."""
+
+
+class _AgedReplayConfig(_ReplayConfig):
+    """Stored groups are replayed up to an age."""
+
     buffer: HighQualityBufferConfig = HighQualityBufferConfig()
 
 
-class WindowReplayConfig(_ReplayConfig):
+class WindowReplayConfig(_AgedReplayConfig):
     """Groups in the replay window [c2, c3] are stored and replayed (Eq. 7)."""
 
     select: Literal["window"] = "window"
     window: ReplayWindowConfig = ReplayWindowConfig()
 
 
-class MixedReplayConfig(_ReplayConfig):
+class MixedReplayConfig(_AgedReplayConfig):
     """All groups whose rewards differ are stored and replayed (DOTS): 1/G <= mu <= (G-1)/G with
     rewards of 1 and 0."""
 
     select: Literal["mixed"] = "mixed"
+
+
+class UnagedBufferConfig(Section):
+    """The high-quality buffer B_high without a limit of age."""
+
+    capacity: int = Field(256, ge=1)
+    """Most groups in B_high, first in first out (Table 3: 256)."""
+
+
+class EffectiveReplayConfig(_ReplayConfig):
+    """All groups whose rewards differ are stored, and replayed at any age as long as the policy is
+    near the one that sampled them: as the effective share of their tokens under the ratios of the
+    two policies predicts, by the decay that the trainer measures in every step."""
+
+    select: Literal["effective_sample_size"] = "effective_sample_size"
+    min_ess_fraction: float = Field(0.9, gt=0.0, lt=1.0)
+    """Smallest predicted effective share, exp(-d a), with which a group is replayed. a: steps
+    between its policy and the step; d: median of `divergence/ess_decay` in the last ten steps that
+    have it, before the first of which only groups of the policy before are replayed. The share is
+    1 / (1 + c^2) for ratios with the coefficient of variation c, which is then 1/3, little above
+    the clip range of PPO. In `examples/countdown.yaml` a policy is there after 11 steps."""
+    buffer: UnagedBufferConfig = UnagedBufferConfig()
 
 
 class NoReplayConfig(Section):
@@ -150,7 +177,7 @@ class NoReplayConfig(Section):
     select: Literal["off"] = "off"
 
 
-_Replay = WindowReplayConfig | MixedReplayConfig | NoReplayConfig
+_Replay = WindowReplayConfig | MixedReplayConfig | EffectiveReplayConfig | NoReplayConfig
 ReplayConfig = Annotated[_Replay, Kinds(_Replay, key="select")]
 """A section `replay`."""
 

@@ -398,7 +398,7 @@ def _warnings_about_batches(config: RunConfig) -> list[str]:
     if config.batch.fresh_fraction < 1.0 and config.replay.select == "off":
         warnings.append(
             f"batch.fresh_fraction={config.batch.fresh_fraction} leaves room in every batch that "
-            "nothing fills with replay=off; set replay=window or mixed, or "
+            "nothing fills with replay=off; set replay=window, mixed or effective_sample_size, or "
             "batch.fresh_fraction=1"
         )
     if config.batch.fresh_fraction < 1.0 and config.batch.capacity is not None:

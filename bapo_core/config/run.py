@@ -174,13 +174,22 @@ class RunConfig(Section):
     def high_quality_buffer(self) -> HighQualityBufferConfig:
         """The high-quality buffer B_high, with its defaults in a run without replay."""
         replay = self.replay
-        return HighQualityBufferConfig() if replay.select == "off" else replay.buffer
+        if replay.select == "off":
+            return HighQualityBufferConfig()
+        if replay.select == "effective_sample_size":
+            return HighQualityBufferConfig(capacity=replay.buffer.capacity, max_age=None)
+        return replay.buffer
 
     @property
     def replay_window(self) -> ReplayWindowConfig:
         """The replay window, with its defaults where X3 is not chosen by one."""
         replay = self.replay
         return replay.window if replay.select == "window" else ReplayWindowConfig()
+
+    @property
+    def replays_all_mixed(self) -> bool:
+        """Whether all groups whose rewards differ may be replayed, and not those in a window."""
+        return self.replay.select in ("mixed", "effective_sample_size")
 
     @property
     def replays_reevaluated(self) -> bool:

@@ -21,7 +21,7 @@ from bapo_core.backtest import (
 from bapo_core.config import ConfigError, RunConfig, override_config
 from bapo_core.errors import BapoError
 from bapo_core.sampler_backtest import SamplerTest
-from bapo_core.types import GroupSummary, Source, TrainingBatch
+from bapo_core.types import ESS_DECAY, GroupSummary, Source, TrainingBatch
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.variants import Variant
@@ -122,6 +122,7 @@ def back_test(
         )
     rules = rules_of(state.config, client.stored_config(), variants, where)
     shares = EffectiveShares({step.step: step.metrics for step in client.steps()})
+    _refuse_without_decays(rules.data, shares, client.run, where)
     tests = {
         label: BackTest(config, first=first, shares=shares) for label, config in rules.data.items()
     }
@@ -157,6 +158,21 @@ def back_test(
         first_other_draw=other_draw,
         changed_at=sorted({change.first_step for change in state.changes}),
     )
+
+
+def _refuse_without_decays(
+    rules: Mapping[str, RunConfig], shares: EffectiveShares, run: str, where: str
+) -> None:
+    """Raises `ConfigError` if a rule other than the run's own predicts by decays and has none."""
+    for label, config in rules.items():
+        predicts = config.replay.select == "effective_sample_size" and label != OWN_RULES
+        if predicts and not shares.knows_decay:
+            raise ConfigError(
+                f"{where}: {label}: replay.select is effective_sample_size, which predicts by the "
+                f"metric {ESS_DECAY}, and no step of run {run!r} has it: an earlier version "
+                "recorded the run, or it trained on no groups of an earlier policy; leave the rule "
+                "out"
+            )
 
 
 def is_recorded_draw(positions: Sequence[int], step: RecordedStep) -> bool:

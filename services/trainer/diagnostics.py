@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +25,7 @@ from bapo_core.theory import (
     stability_constant,
     total_variation_estimate,
 )
-from bapo_core.types import DEMONSTRATED, Source
+from bapo_core.types import DEMONSTRATED, ESS_DECAY, Source
 from services.trainer.data import Batch
 from services.trainer.targets import Targets, TokenResults
 
@@ -133,7 +134,8 @@ class StepResults:
 
         kl: KL(behaviour || theta_t) in nats a token (k3). ess_fraction: effective share of the
         tokens under their ratios theta_t / behaviour, (sum w)^2 / (n sum w^2). By age, also the
-        share of tokens that the objective clipped. Demonstrations, which no policy sampled, and
+        share of tokens that the objective clipped. ess_decay: decay d of ess_fraction with the age
+        a in steps, as exp(-d a) (`_ess_decay`). Demonstrations, which no policy sampled, and
         responses that theta_t has not scored are left out.
         """
         sampled = self.sampled & self.scored[:, None]
@@ -153,7 +155,28 @@ class StepResults:
             if name.startswith("age_"):
                 clipped = clip_fraction(self.clipped[rows], self.trained[rows])
                 metrics[f"divergence/{name}/clip_fraction"] = clipped
-        return metrics
+        decay = self._ess_decay(sampled)
+        return metrics if decay is None else metrics | {ESS_DECAY: decay}
+
+    def _ess_decay(self, sampled: Tensor) -> float | None:
+        """Returns the decay per step of the effective share of tokens with their age; None if all
+        tokens are of the current policy.
+
+        Of the tokens of each age a > 0, n_a in number, the effective share is ess_a. The decay is
+        sum_a n_a (-log ess_a) / sum_a n_a a: a line through the origin, since a policy's own tokens
+        have an effective share of 1.
+
+        sampled: (N, R) the tokens that count.
+        """
+        losses = steps = 0.0
+        for age in sorted(set(self.ages[self.ages > 0].tolist())):
+            mask = sampled & (self.ages == age)[:, None]
+            count = float(mask.sum())
+            logprobs = self.current_logprobs, self.behavior_logprobs, mask
+            ess = weight_metrics(*logprobs, cap=math.inf)["ess_fraction"]
+            losses += -math.log(max(ess, sys.float_info.min)) * count
+            steps += age * count
+        return losses / steps if steps else None
 
     def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
         """Returns log theta(y) - log behaviour(y) of responses, (N,), before and after training."""

@@ -353,6 +353,20 @@ def test_a_killed_run_of_an_adaptive_sampler_draws_the_same_prompts_again(
     assert len(set(prompts[: 3 * B])) < 3 * B, "an epoch of 48 prompts would have no prompt twice"
 
 
+@pytest.mark.slow
+def test_a_killed_run_that_replays_near_groups_replays_the_same_ones_again(bapo: Bapo) -> None:
+    """The distances that its trainer measured decide, and some of them are too large."""
+    options = ["replay={select: effective_sample_size, min_ess_fraction: 0.999}"]
+    expected, actual = _outcomes_with_and_without_a_kill(bapo, "near", *options)
+    assert actual == expected
+    client = bapo.client("near-killed")
+    reasons = [
+        client.decision(STEPS, prompt.uid).considered[-1].reason for prompt in client.all_prompts()
+    ]
+    assert any("too far from the policy, with an effective share" in reason for reason in reasons)
+    assert sum(batch.counts["replayed"] for batch in client.batches()) > 0
+
+
 ALGORITHM_OPTIONS = {
     "dapo": ["rollout.max_generation_rounds=2"],
     "dots": ["sampler.candidates=2", "batch.fresh_fraction=0.5"],

@@ -24,11 +24,12 @@ from bapo_core.algorithm import (
     get_batch_rule,
     receives_replayed,
 )
+from bapo_core.buffers import DECAY_STEPS, median_decay
 from bapo_core.composition import Decision, Decisions
 from bapo_core.config import RunConfig
 from bapo_core.response_replay import StoredResponse
 from bapo_core.tasks.base import DEMONSTRATION
-from bapo_core.types import GroupSummary, Source
+from bapo_core.types import ESS_DECAY, GroupSummary, Source
 from services.buffer.api import wire
 from services.buffer.steps.buffers import buffer_as_of
 from services.buffer.steps.samplers import draw_round, refuse_errors
@@ -123,10 +124,28 @@ def read_state(run: Run, step: int) -> StepState:
     return replace(
         state,
         r_tot_before=None if previous is None else previous.r_tot,
+        ess_decay=_read_ess_decay(run, step),
         revisited=revisited,
         caches=_read_caches(run, step, [group.prompt_uid for group in receiving]),
         demonstrated=demonstrated,
     )
+
+
+def _read_ess_decay(run: Run, step: int) -> float | None:
+    """Returns the decay of the effective share that committed steps before `step` measured."""
+    if run.config.replay.select != "effective_sample_size":
+        return None
+    measured = run.session.scalars(
+        select(StepRecord.metrics[ESS_DECAY].as_float())
+        .where(
+            of_run(run, StepRecord.run_id, StepRecord.step),
+            StepRecord.step < step,
+            StepRecord.metrics[ESS_DECAY].astext.is_not(None),
+        )
+        .order_by(StepRecord.step.desc())
+        .limit(DECAY_STEPS)
+    ).all()
+    return median_decay(measured[::-1])
 
 
 def _with_demonstration(run: Run, uids: set[str]) -> set[str]:

@@ -54,6 +54,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "mixed groups of all steps": {
         "replay": {"select": "mixed", "last_step": 5, "buffer": {"max_age": None}},
     },
+    "mixed groups near the policy": {
+        "replay": {"select": "effective_sample_size", "min_ess_fraction": 0.8},
+    },
     "hard entries are kept and new groups are stored": {
         "hard_buffer": {"evict_solved": False},
         "replay": {"select": "window", "store_reevaluated": True},
@@ -150,4 +153,5 @@ def random_state(config: RunConfig, seed: int) -> StepState:
         revisited=rng.randint(0, 4) if config.sampler.kind == "exgrpo" else 0,
         caches=caches,
         demonstrated=frozenset(rng.sample(uids, len(uids) // 2)),
+        ess_decay=rng.choice([None, 0.0, rng.uniform(0.0, 0.15), rng.uniform(0.0, 0.15)]),
     )

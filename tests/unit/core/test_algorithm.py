@@ -12,7 +12,7 @@ import pytest
 
 from bapo_core import algorithm
 from bapo_core.algorithm import StepState
-from bapo_core.buffers import BufferChange, promoted
+from bapo_core.buffers import BufferChange, find_effective, promoted
 from bapo_core.config import RunConfig
 from bapo_core.filters import gaussian_filter, range_filter
 from bapo_core.response_replay import becomes_mixed
@@ -121,8 +121,17 @@ MUTATIONS = {
         "limits = window",
     ),
     "mixed groups are stored by their accuracy": (
-        'window=None if config.replay.select == "mixed" else window',
+        "window=None if config.replays_all_mixed else window",
         "window=window",
+    ),
+    "the distance of the policy does not count": (
+        'if config.replay.select == "effective_sample_size":',
+        "if False:",
+    ),
+    "the distance of the policy is never measured": ("decay=state.ess_decay", "decay=None"),
+    "the policy may be at any distance": (
+        "min_ess_fraction=config.replay.min_ess_fraction",
+        "min_ess_fraction=1e-9",
     ),
     "the window does not move": ("settings.direction)", '"fixed")'),
     "promotion is the paper's": ("rule=settings.rule", 'rule="paper"'),
@@ -198,6 +207,16 @@ HELPER_MUTATIONS = {
         promoted,
         "improved and new.mixed",
         "improved and new.correct < new.size",
+    ),
+    "a group's distance is that of the step before": (
+        find_effective,
+        "predict_ess_fraction(entry, step=step,",
+        "predict_ess_fraction(entry, step=step - 1,",
+    ),
+    "a group's policy is that of its step": (
+        find_effective,
+        "predict_ess_fraction(entry, step=step, decay=decay)",
+        "math.exp(-(decay or 0.0) * (step - entry.step))",
     ),
     "correct responses make a group mixed though nothing joins it": (
         becomes_mixed,

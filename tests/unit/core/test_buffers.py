@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 
@@ -20,7 +21,10 @@ from bapo_core.buffers import (
     eligible,
     eligible_high,
     evict_solved,
+    find_effective,
     find_expired,
+    median_decay,
+    predict_ess_fraction,
     promoted,
 )
 from bapo_core.thresholds import within
@@ -264,3 +268,44 @@ def test_replay_is_recent_of_medium_difficulty_and_never_of_its_own_step(
         }
         entries = change.apply(entries)
         assert len(entries) <= capacity
+
+
+# ---- replay by the effective sample size --------------------------------------------------------
+
+
+def of_version(version: int) -> GroupSummary:
+    return GroupSummary(version, f"p{version}", 50, 4, 8, policy_version=version)
+
+
+def test_the_decay_is_the_median_of_the_last_ten() -> None:
+    assert median_decay([]) is None
+    assert median_decay([0.25]) == 0.25
+    # The first one is left out; of ten values, the middle two count.
+    assert median_decay([9.0, *[0.1] * 5, *[0.3] * 5]) == pytest.approx(0.2)
+
+
+def test_the_effective_share_falls_with_the_age_of_the_policy() -> None:
+    assert predict_ess_fraction(of_version(60), step=60, decay=0.5) == 1.0
+    assert predict_ess_fraction(of_version(57), step=60, decay=0.5) == pytest.approx(0.22313016)
+    assert predict_ess_fraction(of_version(1), step=60, decay=0.0) == 1.0
+
+
+def test_before_a_decay_is_measured_only_the_policy_before_is_near() -> None:
+    entries = [of_version(version) for version in (58, 59, 60)]
+    found = find_effective(entries, step=60, decay=None, min_ess_fraction=0.999)
+    assert ids(found) == [59, 60]
+
+
+@given(
+    versions=st.lists(st.integers(1, 60), unique=True),
+    decay=st.floats(0.0, 2.0),
+    limit=st.floats(0.01, 0.99),
+)
+def test_entries_up_to_an_age_are_near(versions: list[int], decay: float, limit: float) -> None:
+    """The rule is a limit of age that follows the measured decay."""
+    entries = [of_version(version) for version in sorted(versions)]
+    found = find_effective(entries, step=60, decay=decay, min_ess_fraction=limit)
+    assert found == entries[len(entries) - len(found) :]
+    assert all(math.exp(-decay * (60 - entry.policy_version)) >= limit for entry in found)
+    faster = find_effective(entries, step=60, decay=2 * decay, min_ess_fraction=limit)
+    assert len(faster) <= len(found)

@@ -132,6 +132,16 @@ def split(overrides: str) -> list[str]:
             "no such key with replay.select=off; it belongs to replay.select=window or mixed",
         ),
         ("replay=mixed replay.window.r_tot=ema", "it belongs to replay.select=window"),
+        (
+            "replay=mixed replay.min_ess_fraction=0.8",
+            "it belongs to replay.select=effective_sample_size",
+        ),
+        ("replay=effective_sample_size replay.window.r_tot=ema", "replay.window: no such key with"),
+        ("replay=effective_sample_size replay.buffer.max_age=3", "buffer.max_age: no such key"),
+        (
+            "replay={select: effective_sample_size, min_ess_fraction: 1}",
+            "replay.min_ess_fraction: input should be less than 1 (got 1)",
+        ),
         ("replay.enabled=false", "renamed to replay.select, which is `off` for false"),
         ("replay_window.r_tot=ema", "replay_window: no such key; it was renamed to replay.window"),
         ("high_quality_buffer.capacity=8", "it was renamed to replay.buffer"),

@@ -55,6 +55,7 @@ def compose(config: RunConfig, state: StepState) -> tuple[list[Member], float, t
             entry
             for entry in state.high
             if (age is None or state.step - entry.step <= age)
+            and is_near(config, state, entry)
             and is_replayable(config, entry, (c2, c3))
         )
     taken: list[tuple[str, GroupSummary]] = []
@@ -96,9 +97,19 @@ def rewards_differ(group: GroupSummary) -> bool:
 
 
 def is_replayable(config: RunConfig, group: GroupSummary, window: tuple[float, float]) -> bool:
-    if config.replay.select == "mixed":
+    if config.replay.select != "window":
         return rewards_differ(group)
     return window[0] - EPSILON <= group.correct / group.size <= window[1] + EPSILON
+
+
+def is_near(config: RunConfig, state: StepState, group: GroupSummary) -> bool:
+    """Returns whether the policy is near enough to the one that sampled the group."""
+    if config.replay.select != "effective_sample_size":
+        return True
+    age = state.step - group.policy_version
+    if state.ess_decay is None:
+        return age < 2
+    return age * state.ess_decay <= math.log(1 / config.replay.min_ess_fraction)
 
 
 def compares_with_fresh(config: RunConfig) -> bool:
@@ -124,7 +135,7 @@ def running_accuracy(config: RunConfig, state: StepState) -> float:
 
 
 def window_at(config: RunConfig, r_tot: float) -> tuple[float, float]:
-    if config.replay.select == "mixed":
+    if config.replay.select in ("mixed", "effective_sample_size"):
         size = config.rollout.group_size
         return 1 / size, 1 - 1 / size
     settings = config.replay_window

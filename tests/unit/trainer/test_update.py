@@ -704,6 +704,9 @@ def test_divergence_is_measured_by_source_and_by_age() -> None:
         scored=torch.tensor([True, True, True, False, True]),
     )
 
+    # The effective shares are 1 after 2 steps, of one token, and 16 / 20 after 7, of two.
+    decay = -2 * math.log(0.8) / (2 + 2 * 7)
+
     def kl(*ratios: float) -> Any:
         return pytest.approx(sum(ratio - 1 - math.log(ratio) for ratio in ratios) / len(ratios))
 
@@ -725,7 +728,16 @@ def test_divergence_is_measured_by_source_and_by_age() -> None:
         "divergence/age_5_9/kl": kl(3, 1),
         "divergence/age_5_9/ess_fraction": ess(3, 1),
         "divergence/age_5_9/clip_fraction": 0.5,
+        "divergence/ess_decay": pytest.approx(decay),
     }
+
+
+def test_a_batch_of_the_current_policy_measures_no_decay() -> None:
+    data = batch()
+    for member in data.members:
+        member.policy_version = 5
+    assert "divergence/ess_decay" not in step(updater_of(config()), 5, data)
+    assert step(updater_of(config()), 6, data)["divergence/ess_decay"] > 0.0
 
 
 def test_the_age_of_a_response_is_that_of_its_policy() -> None:
