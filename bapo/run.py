@@ -50,6 +50,11 @@ class Run:
         return self.state.status
 
     @property
+    def forked_from(self) -> wire.ForkOrigin | None:
+        """The run and the step that the run is a fork of; None for a run that began at step 1."""
+        return self.state.forked_from
+
+    @property
     def dashboard(self) -> str:
         """Address of the run's page in the dashboard."""
         return f"{self.endpoints.buffer_url}/#/runs/{self.name}"

@@ -56,6 +56,10 @@ FREE_IN_FORKS = "evaluation.sets.*.every"
 """Pattern of the keys that a fork can change although one of `FIXED_IN_FORKS` matches them."""
 
 
+UNSET = "unset"
+"""Stands on pages for the value of a key that a change begins or ends."""
+
+
 class ConfigChange(BaseModel):
     """Keys whose values are others from a step on."""
 
@@ -71,7 +75,7 @@ class ConfigChange(BaseModel):
     def describe(self) -> str:
         """Returns the keys with their old and new values, without the keys that end."""
         return ", ".join(
-            f"{key} {self.old.get(key, 'unset')} -> {self.new[key]}" for key in sorted(self.new)
+            f"{key} {self.old.get(key, UNSET)} -> {self.new[key]}" for key in sorted(self.new)
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from bapo_core.config.changes import UNSET
 from bapo_core.types import Source
 from services.buffer.api.wire import EvaluationSetView, RecordedChange
 from services.report import charts
@@ -56,6 +57,9 @@ SOURCE_LABELS = {
     Source.REPLAYED: "replayed",
 }
 
+
+SHOWN_CHANGES = 10
+"""Rows of the table of changes that are shown at once: a fork to another algorithm has 30."""
 
 # What the page does not need, a text of a run that was not escaped shall not be able to do: pages
 # are shown on the origin of Kubeflow's interface, and sent to others.
@@ -117,11 +121,13 @@ def _notes(history: RunHistory) -> list[str]:
 
 
 def _lead(history: RunHistory) -> str:
-    config = history.config
+    config, origin = history.config, history.state.forked_from
+    fork = "" if origin is None else f", fork of {origin.describe()}"
     return (
-        f"{config.algorithm} on {config.task.name}, seed {config.seed}: {len(history.steps)} steps "
-        f"of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses, "
-        f"weights synced to the rollouts every {config.sync.every} steps."
+        f"{config.algorithm} on {config.task.name}, seed {config.seed}{fork}: "
+        f"{len(history.steps)} steps of {config.rollout.prompts_per_step} prompts x "
+        f"{config.rollout.group_size} responses, weights synced to the rollouts every "
+        f"{config.sync.every} steps."
     )
 
 
@@ -168,20 +174,37 @@ def _sets_table(sets: Sequence[EvaluationSetView]) -> str:
 
 
 def _changes_table(changes: Sequence[RecordedChange]) -> str:
-    """Returns the changes of the configuration, one row for each key; nothing without any."""
+    """Returns the changes of the configuration, one row for each key; nothing without any.
+
+    A key that begins or ends with a fork is "unset" before or after it. The name, which every fork
+    changes, is left out, and rows after the first `SHOWN_CHANGES` are folded.
+    """
     rows = [
-        (change.first_step, key, change.old[key], value, change.attempt, f"{change.at:%F %T} UTC")
+        (
+            change.first_step,
+            key,
+            change.old.get(key, UNSET),
+            change.new.get(key, UNSET),
+            change.attempt,
+            f"{change.at:%F %T} UTC",
+        )
         for change in changes
-        for key, value in sorted(change.new.items())
+        for key in sorted({*change.old, *change.new} - {"name"})
     ]
     if not rows:
         return ""
     heads = ("from step", "key", "before", "after", "attempt", "when")
+    folded = rows[SHOWN_CHANGES:]
+    more = (
+        f"<details><summary>{len(folded)} more</summary>{_table(heads, folded)}</details>"
+        if folded
+        else ""
+    )
     return (
         '<div class="charts"><figure class="wide scrolls"><h2>Changes of the configuration</h2>'
-        "<figcaption>Keys that were changed while the run lasted, and the first step with the new "
-        "value, at which charts have a dashed line. The configuration below is the last one."
-        f"</figcaption>{_table(heads, rows)}</figure></div>"
+        "<figcaption>Keys that were changed while the run lasted, or with its fork, and the first "
+        "step with the new value, at which charts have a dashed line. The configuration below is "
+        f"the last one.</figcaption>{_table(heads, rows[:SHOWN_CHANGES])}{more}</figure></div>"
     )
 
 

@@ -97,11 +97,13 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
                 seconds[phase] = seconds.get(phase, 0.0) + value
     if wall_seconds is not None:
         seconds["wall"] = wall_seconds
+    origin = history.state.forked_from
     return {
         "run": history.state.name,
         "algorithm": history.config.algorithm,
         "seed": history.config.seed,
         "steps": len(history.steps),
+        "forked_from": None if origin is None else origin.model_dump(mode="json"),
         "changes": [
             change.model_dump(mode="json", include={"first_step", "old", "new", "at"})
             for change in history.state.changes

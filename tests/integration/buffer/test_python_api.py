@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bapo.run import Run
+from services.buffer.api import wire
 from services.common.errors import ServiceError
 from services.exporters.curves import curves
 from services.stack.stack import Endpoints
@@ -33,6 +34,15 @@ def test_metrics_have_a_row_for_each_step(run: Run, driver: Driver) -> None:
     for step in steps:
         assert frame.loc[step.step, "reward"] == pytest.approx(step.mean_reward)
         assert set(curves(step)) <= set(frame.columns)
+
+
+def test_a_fork_names_the_run_that_it_comes_from(
+    run: Run, driver: Driver, stack: Endpoints, tmp_path: Path
+) -> None:
+    state = driver.client.fork_run(wire.ForkRequest(name="framed-fork", step=0))
+    origin = wire.ForkOrigin(run="framed", step=0, checkpoint=0)
+    assert Run(state.name, stack, tmp_path).forked_from == origin
+    assert run.forked_from is None
 
 
 def test_batches_have_their_sources(run: Run, driver: Driver) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.buffer.api.wire import RecordedChange
+from services.buffer.api.wire import ForkOrigin, RecordedChange
 from services.report import charts
 from services.report.html import write_report
 from services.report.summary import summarise
@@ -74,3 +74,34 @@ def test_changes_of_the_configuration_are_in_the_summary_and_the_report(tmp_path
     assert row in pages[1]
     dashed = [page.count("stroke-dasharray") for page in pages]
     assert dashed[1] > dashed[0], "charts mark the step"
+
+
+def test_the_report_of_a_fork_names_its_origin_and_the_keys_that_begin_or_end(
+    tmp_path: Path,
+) -> None:
+    history = result("run", 1, [0.0, 0.5, 0.5], 10).history
+    change = RecordedChange(
+        first_step=2,
+        old={"name": "parent", "replay.window.r_tot": "<batch>"},
+        new={"name": "run", **{f"options.key{number:02d}": number for number in range(12)}},
+        attempt=0,
+        by="alice",
+        at=datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC),
+        digest="0" * 64,
+    )
+    origin = ForkOrigin(run="parent", step=1, checkpoint=1, rollouts_until=2)
+    state = history.state.model_copy(update={"changes": [change], "forked_from": origin})
+    counts = {"fresh": 8, "reevaluated": 0, "replayed": 0}
+    steps = [step.model_copy(update={"counts": counts}) for step in history.steps]
+    fork = replace(history, state=state, steps=steps)
+    summary = summarise(fork)
+    assert summary["forked_from"] == origin.model_dump()
+    assert summarise(history)["forked_from"] is None
+    write_report(fork, summary, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "fork of parent at step 1, on its rollouts to step 2: " in page
+    assert "<td>options.key00</td><td>unset</td><td>0</td>" in page
+    assert "<td>replay.window.r_tot</td><td>&lt;batch&gt;</td><td>unset</td>" in page
+    assert "<td>name</td>" not in page
+    assert page.index("options.key09") < page.index("<summary>3 more</summary>")
+    assert page.index("<summary>3 more</summary>") < page.index("options.key10")
