@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,17 @@ STATES = {
 def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns the list of experiments for the terminal."""
     minutes = total_minutes(run for each in items.values() for run in plan_runs(each, "small"))
+    states = {
+        name: {size: find_state(each, size, results) for size in SIZES}
+        for name, each in items.items()
+    }
+    counts = Counter(state["small"].name for state in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
         "and questions of this project (ladder, r1 to r9).",
         "",
-        *(f"{name:15} {meaning}" for name, meaning in STATES.items()),
+        "States at small size:",
+        *(f"{counts[name]:4} {name:15} {meaning}" for name, meaning in STATES.items()),
         "",
     ]
     for name, declaration in items.items():
@@ -47,8 +54,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         lines += _indented("small", describe_small(declaration))
         if isinstance(declaration.paper, str):
             lines += _indented("full", declaration.paper)
-        for size in SIZES:
-            state = find_state(declaration, size, results)
+        for size, state in states[name].items():
             if size == "paper" and not state.done:
                 continue
             lines += _indented("state", f"{describe_state(state)} at {size} size")
