@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,18 @@ from benchmarks.backtest_prediction import (
     FIGURES,
     RULES,
     SEEDS,
+    accuracies_at,
     analyse,
     correlate,
     decided_pairs,
     planned_longer_runs,
     planned_runs,
     predict_others,
+    sentence,
     spearman,
+    table_rows,
 )
-from services.report.backtest_table import OWN_RULES
+from services.report.backtest_table import OWN_RULES, PREDICTION
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +88,24 @@ def test_figures_that_order_the_rules_as_training_did_have_a_rank_correlation_of
         assert found[cost]["figures"]["policy age"]["other_seeds"]["value"] == 0.0
 
 
+def test_pages_get_a_sentence_and_rows_of_the_results() -> None:
+    runs = [run(label, seed, quality) for seed in SEEDS for label, quality in QUALITY.items()]
+    tests = {
+        str(seed): {label: back_test(10 * quality) for label, quality in QUALITY.items()}
+        for seed in SEEDS
+    }
+    result = {"analysis": analyse(runs, tests)}
+    assert sentence(result) == (
+        f"Over {len(RULES)} rule sets that were also trained, with 3 seeds on one small task, the "
+        "column signal ranked the accuracies of other seeds with a correlation of 1.00 (1.00 to "
+        "1.00); the accuracy of one seed itself ranks them with 1.00."
+    )
+    first, second, *others = table_rows(result)
+    assert first == "| training itself | 1.00 (1.00 to 1.00) | - | 1.00 (1.00 to 1.00) | - |"
+    assert second.startswith("| signal | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) |")
+    assert len(others) == len(FIGURES) - 1
+
+
 def test_seeds_that_are_not_trained_completely_are_left_out() -> None:
     runs = [run(label, seed, quality) for seed in SEEDS for label, quality in QUALITY.items()]
     tests = {str(seed): {label: back_test(1.0) for label in RULES} for seed in SEEDS}
@@ -130,3 +153,35 @@ def test_every_rule_set_is_trained_with_every_seed() -> None:
     assert {planned.label for planned in longer} <= set(RULES)
     assert len(RULES) > 12
     assert next(iter(FIGURES)) == "signal"
+
+
+# ---- the committed results ----------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+RESULT = json.loads((ROOT / "benchmarks/results/backtest_prediction.json").read_text())
+PAGE = (ROOT / "docs/experiments.md").read_text()
+
+
+def test_the_first_line_of_a_back_test_has_the_committed_figures() -> None:
+    assert sentence(RESULT) == PREDICTION
+    assert PREDICTION in " ".join(PAGE.split())
+
+
+@pytest.mark.parametrize("number", range(1 + len(FIGURES)))
+def test_the_documentation_has_the_committed_figures(number: int) -> None:
+    assert table_rows(RESULT)[number] in PAGE
+
+
+def test_the_committed_analysis_is_of_the_committed_runs() -> None:
+    trained = RESULT["analysis"]["trained_seeds"]
+    complete = [run for run in RESULT["runs"] if run["seed"] in trained]
+    assert Counter(run["seed"] for run in complete) == dict.fromkeys(trained, len(RULES))
+    accuracy = accuracies_at(complete, "steps")
+    for label, mean in RESULT["analysis"]["at_equal_steps"]["accuracy"].items():
+        assert np.mean([accuracy[seed, label] for seed in trained]) == pytest.approx(mean)
+    assert RESULT["rules"] == json.loads(json.dumps(RULES))
+
+
+def test_estimated_effective_shares_are_near_to_the_measured_ones() -> None:
+    for share in RESULT["effective_shares"].values():
+        assert share["estimated"] == pytest.approx(share["measured"], abs=0.02)
