@@ -65,36 +65,41 @@ def prepare_run(
     learning_rate: float,
     prompts_per_step: int,
     group_size: int,
+    fork_of: str,
+    fork_step: int,
     configuration: dsl.Output[dsl.Markdown],
 ) -> None:
     """Stores the prompts and the initial model; creates the run, or continues one of its name.
+
+    A fork has the prompts and the model of the run that it comes from.
 
     The artifact is the run's whole configuration, with all that the parameters changed.
     """
     from pathlib import Path
 
     from pipelines import steps
-    from pipelines.configuration import load_stored_config, read_config
+    from pipelines.configuration import load_stored_config, read_config, read_fork
 
+    settings = {
+        "model": model,
+        "task": task,
+        "train_data": train_data,
+        "test_data": test_data,
+        "steps": training_steps,
+        "learning_rate": learning_rate,
+        "prompts_per_step": prompts_per_step,
+        "group_size": group_size,
+    }
     with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
-        steps.check_run(context, jobs)
-        run_config = read_config(
-            context.buffer.run,
-            config,
-            load_stored_config(stored_config, context.buffer, context.store),
-            overrides,
-            {
-                "model": model,
-                "task": task,
-                "train_data": train_data,
-                "test_data": test_data,
-                "steps": training_steps,
-                "learning_rate": learning_rate,
-                "prompts_per_step": prompts_per_step,
-                "group_size": group_size,
-            },
-        )
-        stored = steps.open_run(context, steps.prepare(context, run_config))
+        steps.check_run(context, jobs, fork_of)
+        name = context.buffer.run
+        fork = read_fork(name, fork_of, fork_step, config, stored_config, overrides, settings)
+        if fork is not None:
+            stored = steps.open_fork(context, fork_of, fork)
+        else:
+            text = load_stored_config(stored_config, context.buffer, context.store)
+            run_config = read_config(name, config, text, overrides, settings)
+            stored = steps.open_run(context, steps.prepare(context, run_config))
         Path(configuration.path).write_text(steps.describe_config(stored))
 
 
@@ -291,6 +296,8 @@ def build_pipeline(
         learning_rate: float = 0.0,
         prompts_per_step: int = 0,
         group_size: int = 0,
+        fork_of: str = "",
+        fork_step: int = 0,
         workers: int = 1,
         gpus_per_worker: int = 1,
         cpu_per_worker: str = "4",
@@ -324,6 +331,10 @@ def build_pipeline(
                 configuration says.
             group_size: Responses to each prompt, `rollout.group_size`. 0: as the configuration
                 says.
+            fork_of: Name of a run. The new run shares the past of this run up to `fork_step`, and
+                has its configuration but for the fields above, which hold from the next step on;
+                `config` stays as it is. Empty: the run begins with its first step.
+            fork_step: Last step that both runs share, with `fork_of`; 0 without it.
             workers: Number of pods of the training job.
             gpus_per_worker: GPUs of each worker; 0 trains on CPUs.
             cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
@@ -366,6 +377,8 @@ def build_pipeline(
                     learning_rate=learning_rate,
                     prompts_per_step=prompts_per_step,
                     group_size=group_size,
+                    fork_of=fork_of,
+                    fork_step=fork_step,
                 ),
                 PREPARER,
             )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig, merge, nest, override_config, parse_overrides, parse_values
 from bapo_core.errors import ConfigError
 from pipelines.naming import check_run_name
+from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import S3_SCHEME, ObjectStore, ObjectStoreError
@@ -77,11 +79,68 @@ def read_config(
             )
         values = _stored_values(stored)
     values = _drop_options_of_another_task(values, settings.get("task"))
+    values = merge(values, _settings_values(settings))
+    changes = merge(parse_overrides(_override_lines(overrides)), {"name": run})
+    return override_config(values, changes)
+
+
+def read_fork(
+    run: str,
+    fork_of: str,
+    fork_step: int,
+    config: object,
+    stored_config: str,
+    overrides: object,
+    settings: Mapping[str, Any],
+) -> wire.ForkRequest | None:
+    """Returns the fork that the pipeline's parameters describe; None if they describe no fork.
+
+    run: name of the fork. fork_of: the run that it comes from. fork_step: the last step that both
+    share; 0 for none. config, stored_config: must be as the form shows them, because the
+    configuration is that of `fork_of`. overrides, settings: as for `read_config`; they hold from
+    the step after `fork_step` on.
+
+    Raises `ConfigError`.
+    """
+    if not fork_of:
+        if fork_step:
+            raise ConfigError(
+                f"fork_step is {fork_step}, but fork_of is empty; give the name of the run to "
+                "fork, or leave fork_step at 0"
+            )
+        return None
+    if fork_step < 1:
+        raise ConfigError(
+            f"fork_of is {fork_of!r}, but fork_step is {fork_step}; give the last step that both "
+            "runs share, from 1 on"
+        )
+    if not re.fullmatch(wire.RUN_NAME, fork_of):
+        raise ConfigError(f"fork_of is {fork_of!r}, which is no name of a run")
+    if fork_of == run:
+        raise ConfigError(
+            f"bapo_run and fork_of are both {run!r}; give the fork another name, or leave bapo_run "
+            "empty"
+        )
+    if stored_config or _config_values(config) != COUNTDOWN:
+        given = "stored_config" if stored_config else "config"
+        raise ConfigError(
+            f"{given} and fork_of are both set, but a fork has the configuration of run "
+            f"{fork_of!r}; leave config as the form shows it and stored_config empty, and give "
+            "what is to change as overrides"
+        )
+    check_run_name(run)
+    values = merge(_settings_values(settings), parse_overrides(_override_lines(overrides)))
+    values.pop("name", None)  # bapo_run holds, as for a run that is no fork
+    return wire.ForkRequest(name=run, step=fork_step, values=values)
+
+
+def _settings_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the parameters in `KEYS`, by section, without those that are empty."""
+    values: dict[str, Any] = {}
     for name, value in settings.items():
         if value:
             values = merge(values, nest(KEYS[name], _restore_integers(value)))
-    changes = merge(parse_overrides(_override_lines(overrides)), {"name": run})
-    return override_config(values, changes)
+    return values
 
 
 def _drop_options_of_another_task(values: dict[str, Any], name: object) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from bapo_core.config import RunConfig, config_from, flatten, read_values
 from bapo_core.errors import BapoError
 from pipelines import RELEASE_NAMES
 from pipelines.bapo_pipeline import build_pipeline
-from pipelines.configuration import COUNTDOWN, KEYS, read_config
+from pipelines.configuration import COUNTDOWN, KEYS, read_config, read_fork
 from pipelines.training_job import Resources
 
 RUN = "bapo_run"
 """Parameter with the run's name. It sorts before the others, so that Kubeflow's form begins with
 it; on the command line it is the configuration's key `name`."""
+FORK = "fork_of"
+"""Parameter with the run that the run is a fork of."""
 REFUSED = {
     "config": "give the YAML file as the first argument",
     "overrides": "give key=value for each key of the configuration",
@@ -40,8 +42,9 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
     Raises `BapoError` for what would otherwise fail later, in a pod.
     """
     parameters, overrides = _split(arguments)
-    if config is not None and "stored_config" in parameters:
-        raise BapoError("a file and stored_config are both given; give one of them")
+    for other in ("stored_config", FORK):
+        if config is not None and other in parameters:
+            raise BapoError(f"a file and {other} are both given; give one of them")
     if config is not None:
         values = read_values(config)
         name = config_from(values, where=config).name
@@ -52,7 +55,9 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
         overrides = [*nulls, *overrides]
     if overrides:
         parameters["overrides"] = overrides
-    if "stored_config" not in parameters:
+    if is_fork(parameters):
+        check_fork(parameters)
+    elif "stored_config" not in parameters:
         config_of(parameters)
     if parameters.get("start_within_minutes", 1) < 1:
         minutes = parameters["start_within_minutes"]
@@ -65,6 +70,24 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
     }
     Resources(**{field: parameters[name] for name, field in sizes.items() if name in parameters})
     return parameters
+
+
+def is_fork(parameters: Mapping[str, Any]) -> bool:
+    """Returns whether the parameters describe a fork, whose configuration is that of its run."""
+    return bool(parameters.get(FORK) or parameters.get("fork_step"))
+
+
+def check_fork(parameters: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` unless the parameters describe a fork, as far as its run is unknown."""
+    read_fork(
+        parameters.get(RUN) or "unnamed",
+        parameters.get(FORK, ""),
+        parameters.get("fork_step", 0),
+        parameters.get("config", COUNTDOWN),
+        parameters.get("stored_config", ""),
+        parameters.get("overrides", []),
+        {name: parameters[name] for name in KEYS if name in parameters},
+    )
 
 
 def check_imports(imports: Iterable[str], parameters: Mapping[str, Any]) -> None:

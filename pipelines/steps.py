@@ -47,6 +47,7 @@ from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common import layout
 from services.common.errors import ServiceError
+from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import S3_SCHEME, FileContent, ObjectStore
 from services.common.printable import escape_controls
 from services.common.process import end_with_parent, stop_on_signals
@@ -317,8 +318,8 @@ def import_data(context: PipelineContext, file: Path) -> str:
     return address
 
 
-def check_run(context: PipelineContext, jobs: TrainerJobs) -> None:
-    """Logs whether the pipeline creates the run or continues it.
+def check_run(context: PipelineContext, jobs: TrainerJobs, fork_of: str = "") -> None:
+    """Logs whether the pipeline creates the run, as a fork of run `fork_of`, or continues it.
 
     Raises `ConfigError` for a name that is not valid, and `BapoError` for a run that another
     workflow trains, or that is being deleted.
@@ -327,7 +328,8 @@ def check_run(context: PipelineContext, jobs: TrainerJobs) -> None:
     check_run_name(name)
     state = none_if_missing(context.buffer.run_state)
     if state is None:
-        context.log(f"run {name} does not exist: it is created, and trained from its first step")
+        made = f"made as a fork of run {fork_of}" if fork_of else "trained from its first step"
+        context.log(f"run {name} does not exist: it is created, and {made}")
         return
     if state.status == "deleting":
         raise BapoError(
@@ -374,7 +376,6 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
 
     Raises `BapoError`.
     """
-    from services.common.layout import MODEL_SCHEME
     from services.datasets import DataSources, pin_revisions, prepare_run
     from services.model.resolve import ensure_model
     from services.model.stored import fetch_model, store_model
@@ -436,6 +437,43 @@ def open_run(context: PipelineContext, request: str) -> RunConfig:
         state = buffer.change_config(different, by=context.name)
         change = state.changes[-1]
         context.log(f"from step {change.first_step} on: {change.describe()}")
+    return state.config
+
+
+def open_fork(context: PipelineContext, fork_of: str, request: wire.ForkRequest) -> RunConfig:
+    """Makes a fork of run `fork_of` unless it exists; returns its configuration.
+
+    The fork has the prompts and the model of that run, so that nothing is stored. A step that is
+    repeated, and a pipeline that is started again with the same parameters, gets the same fork.
+
+    Raises `ConfigError` if there is no such run, if its model is not in the object store, and for
+    what the buffer service refuses.
+    """
+    parent = context.buffer.of_run(fork_of)
+    try:
+        path = parent.run_state().config.model.path
+        if not path.startswith(MODEL_SCHEME):
+            raise ConfigError(
+                f"fork_of={fork_of}: no pipeline made this run, because its model {path} is not in "
+                "the object store, where the pods look for it; fork it with `bapo fork`"
+            )
+        state = parent.fork_run(request)
+    except ServiceError as error:
+        if error.status not in (400, 403, 404, 409, 422):
+            raise
+        raise ConfigError(f"fork_of={fork_of}, fork_step={request.step}: {error.detail}") from error
+    origin = state.forked_from
+    assert origin is not None
+    context.log(f"run {state.name} is a fork of {origin.describe()}")
+    if origin.checkpoint < origin.step:
+        context.log(
+            f"step {origin.step} has no checkpoint: steps {origin.checkpoint + 1} to {origin.step} "
+            "are trained again first, on their recorded batches"
+        )
+    for change in state.changes:
+        context.log(f"from step {change.first_step} on: {change.describe()}")
+    for warning in state.config.warnings():
+        context.log(f"note: {warning}")
     return state.config
 
 

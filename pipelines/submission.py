@@ -18,7 +18,7 @@ import yaml
 from bapo_core.errors import BapoError
 from pipelines import RELEASE_NAMES
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
-from pipelines.parameters import RUN, check_imports, config_of
+from pipelines.parameters import RUN, check_imports, config_of, is_fork
 from pipelines.waiting import WaitLog
 from services.common.errors import first_line
 from services.common.http_options import client_options
@@ -244,7 +244,7 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
         )
     _read(package)
     check_imports(_IMPORTED.findall(package.read_text()), parameters)
-    if "stored_config" in parameters:
+    if "stored_config" in parameters or is_fork(parameters):
         return  # the step reads it from the services
     engine = config_of(parameters).rollout.engine.kind
     if engine != "vllm":

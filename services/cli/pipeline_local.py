@@ -20,7 +20,7 @@ from typing import Any
 
 from bapo_core.config.rollouts import RolloutConfig
 from bapo_core.errors import BapoError
-from pipelines.parameters import RUN, check_imports, config_of, run_of
+from pipelines.parameters import FORK, RUN, check_imports, config_of, is_fork, run_of
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.echo import echo
@@ -52,7 +52,6 @@ def run_pipeline(
 
     Raises `BapoError` when a step fails; run again, it continues the run.
     """
-    rollout = config_of(parameters).rollout.model_copy(update={"replicas": replicas})
     check_imports(imports, parameters)
     last_error = home / "jobs" / LAST_ERROR
     last_error.unlink(missing_ok=True)
@@ -65,7 +64,9 @@ def run_pipeline(
             bound=("replica", "collector", "trainer"),
             unbound=("pipeline",),  # a step stores data sets, which are no run's
         ) as tokens,
-        rollouts(home, endpoints, rollout, tokens) as environment,
+        rollouts(
+            home, endpoints, rollout_of(parameters, endpoints, replicas), tokens
+        ) as environment,
     ):
         os.environ.update(environment)
         parameters = store_parameters(parameters, lambda: client_of(endpoints, run))
@@ -80,6 +81,18 @@ def run_pipeline(
             f"the run; logs are in {home / 'logs'}"
         )
     return max(output.glob("bapo-*"), key=lambda path: path.stat().st_mtime)
+
+
+def rollout_of(parameters: Mapping[str, Any], endpoints: Endpoints, replicas: int) -> RolloutConfig:
+    """Returns how the run generates its rollouts: as its parameters say, or the run of its fork.
+
+    Raises `BapoError` if there is no run to fork.
+    """
+    if is_fork(parameters):
+        rollout = client_of(endpoints, parameters[FORK]).run_state().config.rollout
+    else:
+        rollout = config_of(parameters).rollout
+    return rollout.model_copy(update={"replicas": replicas})
 
 
 def _execute(

@@ -108,12 +108,13 @@ def store_parameters(
 ) -> dict[str, Any]:
     """Stores the reward file that a pipeline's parameters name; returns them with its digest.
 
-    A stored configuration has a digest already. connect: returns a client of the buffer service,
-    and is called only for a file. Raises `BapoError` as `store_reward` and `connect` do.
+    A stored configuration and the run of a fork have a digest already. connect: returns a client of
+    the buffer service, and is called only for a file. Raises `BapoError` as `store_reward` and
+    `connect` do.
     """
-    from pipelines.parameters import config_of  # imports kfp
+    from pipelines.parameters import config_of, is_fork  # imports kfp
 
-    if "stored_config" in parameters:
+    if "stored_config" in parameters or is_fork(parameters):
         return dict(parameters)
     config = config_of(parameters)
     pinned = pin_reward(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -58,6 +59,12 @@ class BufferClient:
         self.url = url.rstrip("/")
         self.run, self.attempt = run, attempt
         self._http = HttpClient("buffer service", url, token, give_up_s=give_up_s)
+
+    def of_run(self, run: str) -> BufferClient:
+        """Returns a client of another run, outside of its attempts, on the same connections."""
+        client = copy.copy(self)
+        client.run, client.attempt = run, 0
+        return client
 
     def close(self) -> None:
         """Closes the connections."""

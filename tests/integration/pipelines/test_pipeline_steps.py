@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,10 +21,11 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, ConfigError
 from pipelines import job_watch, steps, waiting
 from pipelines.backends import JobState
-from pipelines.configuration import load_stored_config, read_config
+from pipelines.configuration import COUNTDOWN, load_stored_config, read_config, read_fork
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import PipelineContext, TrainerJobs, dashboard_link
 from pipelines.training_job import Resources, TrainingJob, job_name
+from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.pipeline_local import connection_variables
 from services.common.errors import ServiceError
@@ -32,6 +34,7 @@ from services.common.scopes import Scope
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
 from tests.integration.buffer.test_evaluation_sets import evaluate, sets_config
+from tests.integration.buffer.test_forks import Trained
 from tests.integration.support.driver import Driver, small_config, stop_open_runs
 from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
@@ -505,6 +508,86 @@ def test_a_retry_by_hand_continues_a_stopped_run_and_an_automatic_one_does_not(
         retried.buffer.stop(by=retried.name, reason="a step of its pipeline failed")
         steps.take_turn(retried, jobs_of())
         assert retried.buffer.run_state().status == "running", "its own step has stopped it"
+
+
+@pytest.fixture
+def past(stack: Endpoints, context: PipelineContext) -> Trained:
+    """A run that a pipeline has trained for six steps; its first checkpoint is of step 5."""
+    model = {"path": "store://models/any/0"}
+    driver = Trained(stack, small_config(f"{context.buffer.run}-past", model=model, steps=6))
+    driver.run_steps(1, 6)
+    driver.client.set_status("finished")
+    return driver
+
+
+def test_a_pipeline_makes_a_fork_once_with_its_own_token(
+    context: PipelineContext, past: Trained, log_lines: list[str]
+) -> None:
+    token = past.client.create_token(f"fork {context.buffer.run}", "pipeline").token
+    run, name = context.buffer.run, past.config.name
+    own = replace(context, buffer=BufferClient(context.buffer.url, token, run=run))
+    steps.check_run(own, jobs_of(), name)
+    overrides = ["algorithm=grpo", "sync.every=1"]
+    request = read_fork(run, name, 4, COUNTDOWN, "", overrides, {"learning_rate": 1e-5})
+    assert request is not None
+    config = steps.open_fork(own, name, request)
+    assert (config.name, config.algorithm, config.optimizer.learning_rate) == (run, "grpo", 1e-5)
+    assert config.task == past.config.task
+    assert log_lines[:3] == [
+        f"run {run} does not exist: it is created, and made as a fork of run {name}",
+        f"run {run} is a fork of {name} at step 4",
+        "step 4 has no checkpoint: steps 1 to 4 are trained again first, on their recorded batches",
+    ]
+    assert log_lines[3].startswith("from step 5 on: ")
+    state = own.buffer.run_state()
+    assert (state.forked_from, state.current_step) == (
+        wire.ForkOrigin(run=name, step=4, checkpoint=0),
+        4,
+    )
+    assert steps.open_fork(own, name, request) == config, "a step that is repeated finds it"
+    steps.check_run(own, jobs_of(), name)
+    assert "it is continued" in log_lines[-1]
+    assert steps.segment_end(own, 1, 1) == 6
+
+
+@pytest.mark.parametrize(
+    ("fork_of", "fork_step", "overrides", "message"),
+    [
+        ("absent", 5, [], "fork_step=5: .*absent"),
+        ("", 9, [], "fork_step=9: step 9 of run '.*' is not committed; the last committed step is"),
+        ("", 5, ["model.path=tiny"], "fork_step=5: .*model.path=tiny cannot change in a fork"),
+        (
+            "",
+            5,
+            ["optimizer.learning=1"],
+            "fork_step=5: .*override optimizer.learning: no such key",
+        ),
+        ("", 5, ["steps=5"], "fork_step=5: .*it has no step left to train after step 5"),
+    ],
+)
+def test_a_fork_that_is_refused_fails_the_step_in_one_line(
+    context: PipelineContext,
+    past: Trained,
+    fork_of: str,
+    fork_step: int,
+    overrides: list[str],
+    message: str,
+) -> None:
+    name = fork_of or past.config.name
+    request = read_fork(context.buffer.run, name, fork_step, COUNTDOWN, "", overrides, {})
+    assert request is not None
+    with pytest.raises(ConfigError) as refused:
+        steps.open_fork(context, name, request)
+    assert re.fullmatch(f"fork_of={name}, {message}.*", str(refused.value))
+
+
+def test_a_run_that_no_pipeline_made_cannot_be_forked_by_one(
+    context: PipelineContext, stack: Endpoints
+) -> None:
+    driver = Driver(stack, small_config(f"{context.buffer.run}-here", steps=2))
+    request = wire.ForkRequest(name=context.buffer.run, step=1)
+    with pytest.raises(ConfigError, match="its model tiny is not in the object store"):
+        steps.open_fork(context, driver.config.name, request)
 
 
 def test_a_stored_configuration_is_read_by_name_or_address(

@@ -10,7 +10,8 @@ import pytest
 
 from bapo_core.config import load_config
 from bapo_core.errors import ConfigError
-from pipelines.configuration import COUNTDOWN, KEYS, read_config
+from pipelines.configuration import COUNTDOWN, KEYS, read_config, read_fork
+from services.buffer.api import wire
 
 EXAMPLE = Path(__file__).parents[3] / "examples/countdown-vllm.yaml"
 JOINED = " ".join(EXAMPLE.read_text().splitlines())
@@ -105,6 +106,52 @@ def test_invalid_parameters_of_the_form_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**arguments)
+
+
+def fork(
+    fork_of: str = "past",
+    fork_step: int = 4,
+    *,
+    config: object = COUNTDOWN,
+    stored: str = "",
+    overrides: object = (),
+    **settings: Any,
+) -> wire.ForkRequest | None:
+    overrides = list(overrides) if isinstance(overrides, tuple) else overrides
+    return read_fork("mine", fork_of, fork_step, config, stored, overrides, settings)
+
+
+def test_a_fork_changes_what_the_form_sets_and_nothing_else() -> None:
+    """The defaults of the form, and of the configuration, are no values of the fork."""
+    overrides = ("algorithm=grpo", "optimizer.learning_rate=1e-6", "name=other")
+    form: dict[str, Any] = {"steps": 9.0, "learning_rate": 3e-6, "model": "", "group_size": 0.0}
+    request = fork(config=as_floats(COUNTDOWN), overrides=overrides, **form)
+    assert request == wire.ForkRequest(
+        name="mine",
+        step=4,
+        values={"steps": 9, "optimizer": {"learning_rate": 1e-6}, "algorithm": "grpo"},
+    )
+    assert fork() == wire.ForkRequest(name="mine", step=4)
+    assert fork("", 0, config={"steps": 3}) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fork_step": 0}, "fork_of is 'past', but fork_step is 0; give the last step"),
+        ({"fork_step": -1}, "but fork_step is -1"),
+        ({"fork_of": ""}, "fork_step is 4, but fork_of is empty; give the name"),
+        ({"fork_of": "Past run"}, "fork_of is 'Past run', which is no name of a run"),
+        ({"fork_of": "mine"}, "bapo_run and fork_of are both 'mine'"),
+        ({"config": {"steps": 3}}, "config and fork_of are both set, .* of run 'past'; leave"),
+        ({"stored": "mine"}, "stored_config and fork_of are both set"),
+        ({"overrides": "steps=400"}, "must be a JSON list of texts"),
+        ({"overrides": ["steps"]}, "write key=value"),
+    ],
+)
+def test_invalid_parameters_of_a_fork_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fork(**arguments)
 
 
 def test_a_name_that_kubernetes_refuses_is_refused_before_anything_is_stored() -> None:

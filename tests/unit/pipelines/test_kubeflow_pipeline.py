@@ -350,6 +350,17 @@ def test_arguments_are_parameters_of_the_pipeline_or_overrides_of_the_configurat
     assert parameters_of(None, ["seed=7"]) == {"overrides": ["seed=7"]}
 
 
+def test_a_fork_needs_no_file_and_has_the_configuration_of_its_run() -> None:
+    arguments = ["name=other", "fork_of=mine", "fork_step=3", "steps=9", "replay.select=off"]
+    assert parameters_of(None, arguments) == {
+        "bapo_run": "other",
+        "fork_of": "mine",
+        "fork_step": 3,
+        "steps": 9,
+        "overrides": ["replay.select=off"],
+    }
+
+
 def test_a_file_without_a_name_starts_a_new_run(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("steps: 9\n")
@@ -386,6 +397,10 @@ def test_arguments_make_the_configuration_that_a_run_of_this_machine_has(tmp_pat
         (None, ["config={}"], "give the YAML file as the first argument"),
         (None, ["steps_per_segment=5"], "--segments"),
         (CONFIG, ["stored_config=mine"], "are both given"),
+        (CONFIG, ["fork_of=mine", "fork_step=3"], "a file and fork_of are both given"),
+        (None, ["fork_of=mine"], "fork_of is 'mine', but fork_step is 0; give the last step"),
+        (None, ["fork_step=3"], "fork_step is 3, but fork_of is empty"),
+        (None, ["fork_of=mine", "fork_step=three"], "fork_step=three: give a whole number"),
         (None, ["workers=0"], "give at least one worker"),
         (None, ["memory_per_worker=8gb"], "'8gb' is no amount of memory"),
         (None, ["cpu_per_worker=many"], "'many' is no amount of cores"),
