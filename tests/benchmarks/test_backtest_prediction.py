@@ -159,6 +159,7 @@ def test_every_rule_set_is_trained_with_every_seed() -> None:
 
 ROOT = Path(__file__).parents[2]
 RESULT = json.loads((ROOT / "benchmarks/results/backtest_prediction.json").read_text())
+BACK_TESTS = RESULT["back_tests"].values()
 PAGE = (ROOT / "docs/experiments.md").read_text()
 
 
@@ -170,6 +171,24 @@ def test_the_first_line_of_a_back_test_has_the_committed_figures() -> None:
 @pytest.mark.parametrize("number", range(1 + len(FIGURES)))
 def test_the_documentation_has_the_committed_figures(number: int) -> None:
     assert table_rows(RESULT)[number] in PAGE
+
+
+def test_the_examples_of_the_documentation_are_in_the_committed_results() -> None:
+    accuracy = RESULT["analysis"]["at_equal_steps"]["accuracy"]
+    words = " ".join(PAGE.split())
+    assert f"from {min(accuracy.values()):.3f} to {max(accuracy.values()):.3f}" in words
+    signals, no_signals = (
+        {label: np.mean([tests[label][key] for tests in BACK_TESTS]) for label in RULES}
+        for key in ("signal_per_step", "no_signal")
+    )
+    falls, own = "window falls", OWN_RULES
+    assert signals[falls] > signals[own]
+    assert accuracy[falls] < accuracy[own]
+    assert f"({signals[falls]:.1f} and {signals[own]:.1f})" in words
+    assert f"({accuracy[falls]:.3f} and {accuracy[own]:.3f})" in words
+    assert no_signals["no filter"] == pytest.approx(2 / 3, abs=0.05)
+    last = sorted(accuracy, key=accuracy.__getitem__)[:3]
+    assert set(last) == {"no replay", "no filter", "gaussian filter"}
 
 
 def test_the_committed_analysis_is_of_the_committed_runs() -> None:
