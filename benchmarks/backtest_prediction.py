@@ -77,8 +77,8 @@ RULES: dict[str, dict[str, Any]] = {
 SEEDS = (1, 2, 3)
 LONGER: dict[str, Any] = {"steps": 80, "optimizer.minibatch_prompts": 4}
 LONGER_RULES = ("mixed groups of any age", "no replay")
-"""Twice as many updates a step, and more steps: there, the rule sets of the most and of the least
-signal were seen to change places."""
+"""Twice as many updates a step, and more steps, for a rule set of much and one of little signal:
+whether their order stays where replays are trained on harder."""
 RESAMPLES = 1_000
 LEVEL = 0.95
 
