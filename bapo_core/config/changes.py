@@ -72,11 +72,15 @@ class ConfigChange(BaseModel):
     new: dict[str, Any]
     """Values from the change on, by dotted key; a key that is in `old` alone ends with it."""
 
-    def describe(self) -> str:
-        """Returns the keys with their old and new values, without the keys that end."""
-        return ", ".join(
-            f"{key} {self.old.get(key, UNSET)} -> {self.new[key]}" for key in sorted(self.new)
-        )
+    def describe(self, most: int | None = None) -> str:
+        """Returns the keys with their old and new values, without the keys that end.
+
+        most: number of keys after which the others are counted, not named; None names all.
+        """
+        keys = sorted(self.new)
+        texts = [f"{key} {self.old.get(key, UNSET)} -> {self.new[key]}" for key in keys[:most]]
+        more = len(keys) - len(texts)
+        return ", ".join([*texts, f"{more} more"] if more else texts)
 
 
 def values_at(

@@ -963,6 +963,44 @@ def test_changes_of_the_configuration_are_listed_and_marked_in_the_charts(
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
+def test_a_fork_and_its_run_lead_to_each_other(stack: Endpoints, page: Page) -> None:
+    run = ImprovingRun(stack, small_config("dashboard-past"))
+    for step in (1, 2, 3, 4):
+        run.run_step(step)
+    run.client.record_checkpoint(4, "d" * 64)
+    values = {"algorithm": "grpo", "sync": {"every": 1}, "replay": "off"}
+    for name, request in (
+        ("dashboard-same", wire.ForkRequest(name="dashboard-same", step=3)),
+        ("dashboard-grpo", wire.ForkRequest(name="dashboard-grpo", step=4, values=values)),
+        ("dashboard-rec", wire.ForkRequest(name="dashboard-rec", step=0, rollouts_until=3)),
+    ):
+        assert run.client.fork_run(request).name == name
+    visit(page, stack, "/runs?search=dashboard-rec")
+    row = page.get_by_role("row", name="dashboard-rec")
+    expect(row).to_contain_text("fork of dashboard-past at step 0, on its rollouts to step 3")
+    row.get_by_role("link", name="dashboard-past").click()
+    forks = page.get_by_role("region", name="Forks of this run")
+    expect(forks.get_by_role("listitem")).to_have_text(
+        ["dashboard-rec at step 0", "dashboard-grpo at step 4", "dashboard-same at step 3"]
+    )
+    forks.get_by_role("link", name="dashboard-same").click()
+    expect(page.locator(".run-head")).to_contain_text("fork of dashboard-past at step 3")
+    expect(page.get_by_role("slider", name="Reward")).to_have_attribute("aria-valuemax", "3")
+    table = page.get_by_role("region", name="Changes of the configuration")
+    expect(table).to_have_count(0)
+    visit(page, stack, "/runs/dashboard-grpo")
+    expect(table.locator("tbody tr")).to_have_count(10)
+    page.get_by_role("button", name="Show all").click()
+    expect(table).to_contain_text("5replay.window.r_totbatchunset")
+    expect(table).not_to_contain_text("nameda")
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    visit(page, stack, "/compare?runs=dashboard-past,dashboard-grpo")
+    chips = page.get_by_role("list", name="Compared runs").get_by_role("listitem")
+    expect(chips.nth(1)).to_contain_text("fork of dashboard-past at step 4")
+
+
 def test_a_token_that_may_only_read(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     token = play.client.create_token("dashboard reader", "read").token
     visit(page, stack, "/runs/dashboard", token)

@@ -1333,6 +1333,8 @@ class ComparedRun(Wire):
 
     run: str
     """Name of the run."""
+    forked_from: ForkOrigin | None = None
+    """What the run is a fork of; null for a run that began at step 1."""
     step: int
     """Its last committed step."""
     cost: Cost

@@ -89,6 +89,7 @@ def _compared(run: Run, points: int) -> wire.ComparedRun:
     costs = {point.step: _cost(point) for point in fresh}
     return wire.ComparedRun(
         run=run.name,
+        forked_from=run.forked_from,
         step=run.current_step,
         cost=costs.get(run.current_step, wire.Cost()),
         fresh=[point for point in fresh if point.step in sampled],

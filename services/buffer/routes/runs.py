@@ -43,16 +43,19 @@ def list_runs(
     request: Request,
     status: wire.Status | None = None,
     search: Annotated[str | None, Query(max_length=63, description="Part of the name")] = None,
+    parent: Annotated[
+        str | None, Query(max_length=63, description="Run whose forks alone are listed")
+    ] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> wire.Page[wire.RunState]:
-    """Lists runs, newest first, filtered by status and by part of the name.
+    """Lists runs, newest first, filtered by status, by part of the name and by parent.
 
     A token that is for one run finds no other.
     """
     token: AcceptedToken = request.state.token
     with service.sessions() as session:
-        return runs.list_runs(session, status, search, cursor, limit, only=token.run)
+        return runs.list_runs(session, status, search, cursor, limit, token.run, parent)
 
 
 @router.get(

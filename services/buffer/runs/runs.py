@@ -98,20 +98,7 @@ def run_state(run: Run) -> wire.RunState:
         created_at=run.created_at,
         workflow=run.workflow,
         stopped=_stop_of(run),
-        forked_from=_origin_of(run),
-    )
-
-
-def _origin_of(run: Run) -> wire.ForkOrigin | None:
-    if run.parent is None:
-        return None
-    assert run.fork_step is not None
-    assert run.fork_checkpoint is not None
-    return wire.ForkOrigin(
-        run=run.parent.name,
-        step=run.fork_step,
-        checkpoint=run.fork_checkpoint,
-        rollouts_until=run.rollouts_until,
+        forked_from=run.forked_from,
     )
 
 
@@ -207,14 +194,19 @@ def list_runs(
     cursor: str | None,
     limit: int,
     only: str | None = None,
+    parent: str | None = None,
 ) -> wire.Page[wire.RunState]:
     """Returns a page of runs, newest first, by status and by part of the name.
 
-    only: name of the one run to return, if it is among them.
+    only: name of the one run to return, if it is among them. parent: name of the run whose forks
+    alone are returned.
     """
     statement = select(Run)
     if only is not None:
         statement = statement.where(Run.name == only)
+    if parent is not None:
+        named = select(Run.id).where(Run.name == parent).scalar_subquery()
+        statement = statement.where(Run.parent_id == named)
     if status is not None:
         statement = statement.where(Run.status == status)
     if search is not None:

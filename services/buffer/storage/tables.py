@@ -171,6 +171,20 @@ class Run(Base):
             lineage.append(Ancestor(run.id, (run.fork_step or 0) + 1, last))
         return lineage
 
+    @property
+    def forked_from(self) -> wire.ForkOrigin | None:
+        """What the run is a fork of; None for a run that began at step 1."""
+        if self.parent is None:
+            return None
+        assert self.fork_step is not None
+        assert self.fork_checkpoint is not None
+        return wire.ForkOrigin(
+            run=self.parent.name,
+            step=self.fork_step,
+            checkpoint=self.fork_checkpoint,
+            rollouts_until=self.rollouts_until,
+        )
+
     def has_recorded_rollouts(self, step: int) -> bool:
         """Whether the groups of a step are copies of the parent's (`rollouts_until`)."""
         return self.rollouts_until is not None and step <= self.rollouts_until

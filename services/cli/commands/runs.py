@@ -27,7 +27,7 @@ def runs(as_json: bool) -> None:
             state.status,
             f"{state.current_step}/{state.steps or '?'}",
             state.attempt,
-            "; ".join(f"from {each.first_step}: {each.describe()}" for each in state.changes),
+            "; ".join(f"from {each.first_step}: {each.describe(5)}" for each in state.changes),
             state.forked_from.describe() if state.forked_from else "",
             state.stopped.describe() if state.stopped else "",
         )

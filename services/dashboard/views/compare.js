@@ -12,6 +12,7 @@ import { smoothed } from "../scales.js";
 import { mean } from "../steps.js";
 import { table } from "../tables.js";
 import { backTestCard } from "./backtests.js";
+import { forkOrigin } from "./pieces.js";
 
 const MAX_RUNS = 24;
 /** What curves are drawn over: the title of the axis, and the value of a point. */
@@ -112,12 +113,14 @@ export function showCompare(root, signal, query) {
   }
 
   function chip(name) {
+    const origin = comparison?.runs.find(({ run }) => run === name)?.forked_from;
     const variant = comparison?.variants.findIndex(({ runs }) => runs.includes(name)) ?? -1;
     return h(
       "li",
       {},
       h("i", { style: { background: variant < 0 ? "var(--faint)" : color(variant) } }),
       h("a", { href: href(["runs", name]) }, name),
+      origin && h("span", { class: "note" }, forkOrigin({ forked_from: origin })),
       h(
         "button",
         {

@@ -22,6 +22,12 @@ import {
 import { table } from "../tables.js";
 import { tiles } from "./pieces.js";
 
+const FORKS_INTERVAL_MS = 30_000;
+/** Forks that the page asks for, and those of them that it shows at once. */
+const LISTED_FORKS = 200;
+const SHOWN_FORKS = 10;
+/** Keys that the mark of a change names. */
+const NAMED_KEYS = 4;
 const NO_STEP = "No step is committed yet.";
 const PHASES = ["wait", "read", "proximal", "update", "publish", "checkpoint", "commit"];
 
@@ -31,7 +37,9 @@ export function showOverview(visit) {
   const charts = makeCharts(visit);
   const facts = h("div");
   const scores = h("div");
+  const forks = h("div");
   const changes = h("div");
+  let drawnChanges = 0;
   const store = new Steps(name, signal);
   let steps = [];
   let sets = [];
@@ -47,7 +55,7 @@ export function showOverview(visit) {
   charts.part.element.querySelector(".chart-head").append(field("Part", partPicker));
   const figures = Object.values(charts).map(({ element }) => element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
-  fill(root, facts, scores, changes, h("div", { class: "charts" }, figures));
+  fill(root, facts, forks, scores, changes, h("div", { class: "charts" }, figures));
 
   const keepSteps = keeper(signal);
   visit.changed((run) =>
@@ -64,6 +72,14 @@ export function showOverview(visit) {
     load: () => get(path`/runs/${name}/evaluation-sets`, {}, signal),
     show: (loaded) => ((sets = loaded), drawEvaluations()),
     refuse: (problem) => fill(facts, refusal(problem)),
+  });
+
+  keep({
+    signal,
+    every: FORKS_INTERVAL_MS,
+    load: () => get("/runs", { parent: name, limit: LISTED_FORKS }, signal),
+    show: (page) => fill(forks, page.items.length ? forkList(page) : null),
+    refuse: (problem) => fill(forks, refusal(problem)),
   });
 
   function drawSteps() {
@@ -198,7 +214,10 @@ export function showOverview(visit) {
   }
 
   function drawChanges() {
-    fill(changes, visit.run.changes.length ? changeTable(visit.run.changes) : null);
+    // A table that is drawn anew folds the rows that the reader asked for.
+    if (visit.run.changes.length === drawnChanges) return;
+    drawnChanges = visit.run.changes.length;
+    fill(changes, changeTable(visit.run.changes));
   }
 
   function drawFacts() {
@@ -266,30 +285,61 @@ const hasOtherRewards = ({ evaluations }) =>
 
 /** Returns the steps at which the configuration was changed, with what was changed. */
 const marksOf = (run) =>
-  run.changes.map((change) => ({ x: change.first_step, name: changeText(change) }));
+  run.changes.map((change) => ({ x: change.first_step, name: changeText(change, run.forked_from) }));
 
-const changeText = ({ first_step, old, new: values }) =>
-  `From step ${first_step} on: ${Object.keys(values)
+function changeText(change, origin) {
+  const values = valuesOfChange(change);
+  const named = values.slice(0, NAMED_KEYS).map(({ key, before, after }) => `${key} ${before} → ${after}`);
+  if (values.length > NAMED_KEYS) named.push(`${values.length - NAMED_KEYS} more`);
+  if (origin && change.first_step === origin.step + 1 && change.new.name)
+    named.unshift(`fork of ${origin.run} at step ${origin.step}`);
+  return `From step ${change.first_step} on: ${named.join(", ")}`;
+}
+
+/**
+ * Returns the keys of a change with their values. A key that begins or ends with a fork is unset before
+ * or after it; the name, which every fork changes, is left out.
+ */
+const valuesOfChange = ({ old, new: values }) =>
+  [...new Set([...Object.keys(old), ...Object.keys(values)])]
+    .filter((key) => key !== "name")
     .sort()
-    .map((key) => `${key} ${format.any(old[key])} → ${format.any(values[key])}`)
-    .join(", ")}`;
+    .map((key) => ({ key, before: valueText(old, key), after: valueText(values, key) }));
 
-/** Returns the changes of the configuration, one row for each key. */
-function changeTable(changes) {
-  const rows = changes.flatMap((change) =>
-    Object.keys(change.new).sort().map((key) => ({ ...change, key, before: change.old[key], after: change.new[key] })),
+const valueText = (values, key) => (Object.hasOwn(values, key) ? format.any(values[key]) : "unset");
+
+/** Returns the forks of a run, newest first, with links. */
+function forkList({ items, next }) {
+  const link = ({ name, forked_from: { step } }) =>
+    h("li", {}, h("a", { href: href(["runs", name]) }, h("bdi", {}, name)), ` at step ${format.count(step)}`);
+  const all = items.map(link);
+  const rest = all.slice(SHOWN_FORKS);
+  return h(
+    "section",
+    { class: "card forks", "aria-label": "Forks of this run" },
+    h("h2", {}, "Forks of this run"),
+    h("ul", {}, all.slice(0, SHOWN_FORKS)),
+    rest.length > 0 &&
+      h("details", {}, h("summary", {}, `${rest.length}${next ? " or more" : ""} earlier forks`), h("ul", {}, rest)),
   );
+}
+
+/** Returns the changes of the configuration, one row for each key; null if none is changed. */
+function changeTable(changes) {
+  const rows = changes.flatMap((change) => valuesOfChange(change).map((value) => ({ ...change, ...value })));
+  if (rows.length === 0) return null;
   return table({
     caption: "Changes of the configuration, which dashed lines in the charts mark",
     rows,
+    maxRows: 10,
     columns: [
       { title: "From step", number: true, cell: (row) => format.count(row.first_step) },
-      { title: "Key", cell: (row) => h("code", {}, row.key) },
-      { title: "Before", number: true, cell: (row) => format.any(row.before) },
-      { title: "After", number: true, cell: (row) => format.any(row.after) },
+      { title: "Key", cell: (row) => h("code", { class: "nowrap" }, row.key) },
+      { title: "Before", number: true, cell: (row) => row.before },
+      { title: "After", number: true, cell: (row) => row.after },
       { title: "Attempt", number: true, cell: (row) => format.count(row.attempt) },
-      { title: "When", cell: (row) => format.time(row.at) },
-      { title: "By", cell: (row) => row.by },
+      { title: "When", cell: (row) => h("span", { class: "nowrap" }, format.time(row.at)) },
+      { title: "By", cell: (row) => h("span", { class: "nowrap" }, row.by) },
     ],
   });
 }

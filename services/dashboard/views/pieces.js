@@ -18,6 +18,17 @@ export function progress(run) {
   );
 }
 
+/** What a run is a fork of, with a link; null for a run that began at step 1. */
+export function forkOrigin({ forked_from: origin }) {
+  if (!origin) return null;
+  const rollouts = origin.rollouts_until ? `, on its rollouts to step ${format.count(origin.rollouts_until)}` : "";
+  return [
+    "fork of ",
+    h("a", { href: href(["runs", origin.run]) }, h("bdi", {}, origin.run)),
+    ` at step ${format.count(origin.step)}${rollouts}`,
+  ];
+}
+
 /** Names with their values: [name, value, note][] */
 export function tiles(items) {
   return h(

@@ -11,7 +11,7 @@ import { showBatches } from "./batches.js";
 import { showBuffers } from "./buffers.js";
 import { showDifficulty } from "./difficulty.js";
 import { showOverview } from "./overview.js";
-import { progress, statusPill } from "./pieces.js";
+import { forkOrigin, progress, statusPill } from "./pieces.js";
 import { showPrompt } from "./prompt.js";
 import { showPrompts } from "./prompts.js";
 import { showSystem } from "./system.js";
@@ -140,7 +140,8 @@ export function showRun(root, signal, { name, section, query }) {
       facts.push(`stopped ${format.ago(run.stopped.at)} by ${run.stopped.by}${reason}`);
     }
     if (run.status === "queued") facts.push("waits until the run before it has ended");
-    fill(about, facts.join(" · "));
+    const origin = forkOrigin(run);
+    fill(about, origin && [origin, " · "], facts.join(" · "));
     fill(actions, mayChange() && buttons(run));
   }
 

@@ -7,7 +7,7 @@ import * as format from "../format.js";
 import { announce, POLL_INTERVAL_MS, keeper, region } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { Pager, table } from "../tables.js";
-import { progress, statusPill } from "./pieces.js";
+import { forkOrigin, progress, statusPill } from "./pieces.js";
 
 const STATUSES = ["created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"];
 const PAGE_SIZE = 25;
@@ -111,7 +111,10 @@ export function showRuns(root, signal, query) {
       columns: [
         {
           title: "Name",
-          cell: ({ run }) => h("a", { class: "strong", href: href(["runs", run.name]) }, run.name),
+          cell: ({ run }) => [
+            h("a", { class: "strong", href: href(["runs", run.name]) }, run.name),
+            run.forked_from && h("div", { class: "note" }, forkOrigin(run)),
+          ],
         },
         { title: "Status", cell: ({ run }) => statusPill(run.status) },
         { title: "Algorithm", cell: ({ run }) => run.config.algorithm ?? format.NONE },

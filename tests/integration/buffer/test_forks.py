@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+import httpx
 import psycopg
 import pytest
 
@@ -203,6 +204,25 @@ def posteriors(driver: Driver) -> list[tuple[Any, ...]]:
         ).fetchall()
 
 
+def test_the_forks_of_a_run_are_listed(stack: Endpoints) -> None:
+    parent = trained(stack, steps=4)
+    forks = [fork(parent, step) for step in (1, 3)]
+    forks[1].run_steps(4, 4)
+    grandchild = fork(forks[1], 4)
+    listed = httpx.get(
+        f"{stack.buffer_url}/v1/runs",
+        params={"parent": parent.config.name},
+        headers={"Authorization": f"Bearer {stack.token}"},
+    ).json()["items"]
+    assert [run["name"] for run in listed] == [forks[1].config.name, forks[0].config.name]
+    assert [run["forked_from"]["step"] for run in listed] == [3, 1]
+    compared = parent.client.compare(grandchild.config.name).runs
+    assert [run.forked_from for run in compared] == [
+        None,
+        wire.ForkOrigin(run=forks[1].config.name, step=4, checkpoint=4),
+    ]
+
+
 def test_a_fork_changes_nothing_of_its_parent(stack: Endpoints) -> None:
     parent = trained(stack)
     before = snapshot(parent)
@@ -305,6 +325,13 @@ def test_retention_deletes_no_object_that_another_run_needs(
         number=6, uri=shared.uri, manifest_digest=shared.manifest_digest
     )
     assert object_store.keys(f"{shared.uri}/file")
+    # Garbage collection finds what no row points to, and nothing that the fork has.
+    stray = f"{shared.uri}-stray/file"
+    object_store.put(stray, b"state")
+    orphans = parent.client.collect_garbage(dry_run=True).orphans
+    assert stray in orphans
+    assert not [key for key in orphans if key.startswith(f"{shared.uri}/")]
+    object_store.delete([stray])
     # With the last row that points to it, it goes.
     child.run_steps(7, STEPS)
     assert shared.step not in {view.step for view in child.client.checkpoints()}

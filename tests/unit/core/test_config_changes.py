@@ -113,6 +113,8 @@ def test_a_change_names_the_values_before_and_after_it() -> None:
         new={"steps": 20, "optimizer.learning_rate": 1e-5},
     )
     assert change.describe() == "optimizer.learning_rate 0.0001 -> 1e-05, steps 12 -> 20"
+    assert change.describe(2) == change.describe()
+    assert change.describe(1) == "optimizer.learning_rate 0.0001 -> 1e-05, 1 more"
 
 
 def test_values_that_the_run_has_already_change_nothing() -> None:
