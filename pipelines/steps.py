@@ -465,7 +465,7 @@ def open_fork(context: PipelineContext, fork_of: str, request: wire.ForkRequest)
     origin = state.forked_from
     assert origin is not None
     context.log(f"run {state.name} is a fork of {origin.describe()}")
-    if origin.checkpoint < origin.step:
+    if origin.checkpoint < origin.step == state.current_step:
         context.log(
             f"step {origin.step} has no checkpoint: steps {origin.checkpoint + 1} to {origin.step} "
             "are trained again first, on their recorded batches"
@@ -485,11 +485,16 @@ def describe_config(config: RunConfig) -> str:
 
 def segment_end(context: PipelineContext, segment: int, segments: int) -> int:
     """Returns the last training step of a segment, from 1 to `segments`."""
-    return segment_ends(context.buffer.run_state().history, segments)[segment - 1]
+    state = context.buffer.run_state()
+    past = 0 if state.forked_from is None else state.forked_from.step
+    return segment_ends(state.history, segments, past)[segment - 1]
 
 
-def segment_ends(configs: ConfigHistory, segments: int) -> list[int]:
+def segment_ends(configs: ConfigHistory, segments: int, past: int = 0) -> list[int]:
     """Returns the last training step of each segment.
+
+    past: the last step that a fork shares with its run. The segments of a fork are of its own steps
+    alone: no job and no replica would work for one that ends in the past.
 
     Each segment ends at the first step with a checkpoint that is not before its share of the steps,
     and the last one at the last step of the run. In a run with fewer checkpoints than segments,
@@ -502,7 +507,7 @@ def segment_ends(configs: ConfigHistory, segments: int) -> list[int]:
     if steps not in checkpoints:
         checkpoints.append(steps)  # the run was shortened to the checkpoint that it was at
     return [
-        next(step for step in checkpoints if step * segments >= segment * steps)
+        next(step for step in checkpoints if (step - past) * segments >= segment * (steps - past))
         for segment in range(1, segments + 1)
     ]
 

@@ -37,11 +37,16 @@ class Pipeline:
     endpoints: Endpoints
     model: Path
 
-    def start(self, log: str, *arguments: str, steps: int) -> subprocess.Popen[str]:
-        """Starts the pipeline with two segments; its output goes to the file `log`."""
-        config = self.directory / "config.yaml"
-        config.write_text(yaml.safe_dump(configuration(NAME, self.model) | {"steps": steps}))
-        command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
+    def start(self, log: str, *arguments: str, steps: int | None) -> subprocess.Popen[str]:
+        """Starts the pipeline with two segments; its output goes to the file `log`.
+
+        steps: of the run's configuration; None for a fork, which has no file.
+        """
+        command = [sys.executable, "-m", "services.cli", "pipeline", "run-local"]
+        if steps is not None:
+            config = self.directory / "config.yaml"
+            config.write_text(yaml.safe_dump(configuration(NAME, self.model) | {"steps": steps}))
+            command.append(str(config))
         command += ["--segments", "2", "--output", str(self.directory / "output"), *arguments]
         return subprocess.Popen(
             command,
@@ -53,7 +58,7 @@ class Pipeline:
             text=True,
         )
 
-    def finish(self, log: str, *arguments: str, steps: int) -> str:
+    def finish(self, log: str, *arguments: str, steps: int | None) -> str:
         """Runs the pipeline to its end, and returns its output."""
         code = self.start(log, *arguments, steps=steps).wait(TIMEOUT_S)
         assert code == 0, self.log(log)
@@ -67,8 +72,8 @@ class Pipeline:
         """The directory in which the operator of the training job keeps its state."""
         return self.home / "jobs" / job_name("bapo", NAME)
 
-    def client(self) -> BufferClient:
-        return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=NAME)
+    def client(self, run: str = NAME) -> BufferClient:
+        return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=run)
 
 
 @pytest.fixture
@@ -154,3 +159,26 @@ def test_a_pipeline_that_is_cancelled_goes_on_where_it_ended(pipeline: Pipeline)
     assert failed.wait(TIMEOUT_S) == 1
     last_line = pipeline.log("failed.log").splitlines()[-1]
     assert "with another configuration (seed differ)" in last_line
+
+
+@pytest.mark.slow
+def test_a_pipeline_forks_the_run_of_another_one(pipeline: Pipeline) -> None:
+    steps = 9
+    pipeline.finish("parent.log", steps=steps)
+    arguments = ("name=forked", f"fork_of={NAME}", "fork_step=8", "optimizer.weight_decay=0.5")
+    said = pipeline.finish("fork.log", *arguments, steps=None)
+    assert f"run forked is a fork of {NAME} at step 8" in said
+    parent, fork = pipeline.client(), pipeline.client("forked")
+    state = fork.run_state()
+    assert (state.status, state.current_step) == ("finished", steps)
+    assert (state.history.at(8), state.config.optimizer.weight_decay) == (
+        parent.run_state().config,
+        0.5,
+    )
+    assert min(span.step for span in fork.spans(1, steps) if span.name == "update") == steps
+    weights = [client.weights(steps + 1).manifest_digest for client in (parent, fork)]
+    assert weights[0] != weights[1]
+    # The same parameters find the fork, which is finished.
+    said = pipeline.finish("again.log", *arguments, steps=None)
+    assert "run forked is finished, so that nothing is trained" in said
+    assert fork.run_state() == state

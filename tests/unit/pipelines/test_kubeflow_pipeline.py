@@ -330,6 +330,18 @@ def test_segments_end_at_checkpoints_and_with_the_run(
         assert 0 <= end * segments - number * steps < every * segments or end == steps
 
 
+@pytest.mark.parametrize(
+    ("segments", "past", "ends"),
+    [(2, 8, [11, 12]), (4, 4, [7, 9, 11, 12]), (4, 10, [11, 11, 12, 12]), (1, 11, [12])],
+)
+def test_the_segments_of_a_fork_divide_its_own_steps(
+    segments: int, past: int, ends: list[int]
+) -> None:
+    # It has checkpoints after steps 1, 3, 5, 7, 9, 11 and 12.
+    config = load_config(None, ["steps=12", "sync.every=1", "checkpoint.every=2"])
+    assert segment_ends(ConfigHistory(config), segments, past) == ends
+
+
 def test_a_pipeline_has_at_least_one_segment() -> None:
     with pytest.raises(BapoError, match="has 0 segments"):
         segment_ends(ConfigHistory(RunConfig()), 0)
