@@ -32,9 +32,10 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.buffer.api.wire import StepDigests
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints, running_stack
-from services.trainer.loop import TrainerContext, train
+from services.trainer.loop import train
 from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
+from services.trainer.steps import TrainerContext
 from tools.tiny_models.text import build_tokenizer
 
 GROUPS, SIZE, LONGEST = 16, 8, 160

@@ -30,15 +30,9 @@ from services.stack.stack import Endpoints
 from services.trainer.checkpoint import Checkpointer, restore_state
 from services.trainer.checkpoint_files import read_metadata
 from services.trainer.digests import weights_digest
-from services.trainer.loop import (
-    TrainerContext,
-    as_plain,
-    make_updater,
-    refuse_other_weights,
-    restore,
-    train,
-)
+from services.trainer.loop import refuse_other_weights, restore, train
 from services.trainer.ranks import init_distributed
+from services.trainer.steps import TrainerContext, as_plain, make_updater
 from tests.integration.support.driver import Driver, small_config
 
 PAYLOAD = b"of the attacker"

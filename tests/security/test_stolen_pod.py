@@ -58,6 +58,7 @@ PERMITTED: dict[str, set[str]] = {
     f"POST {RUN}/attempts": {"run", "trainer"},
     f"POST {RUN}/turn": {"run", "pipeline"},
     f"POST {RUN}/changes": {"run", "pipeline"},
+    f"POST {RUN}/forks": {"run", "pipeline"},
     f"POST {RUN}/stop": {"run", "pipeline"},
     f"POST {RUN}/pause": {"run"},
     f"POST {RUN}/resume": {"run"},

@@ -17,6 +17,7 @@ from services.cli.tables import table_console
 from services.cli.variants import parse_variant, read_variants
 from services.report.backtest_table import (
     CAVEAT,
+    OWN_RULES,
     RunBackTest,
     Table,
     tables_of,
@@ -114,7 +115,8 @@ def refuse_different_tables(found: Sequence[RunBackTest]) -> None:
     """Raises `BapoError` if a rule changes the sampler of one run, and not of another one."""
     first = found[0]
     for test in found[1:]:
-        for label in {*first.samplers} ^ {*test.samplers}:
+        labels = {*first.samplers} ^ {*test.samplers}
+        for label in sorted(labels - {OWN_RULES}):
             one, other = (first, test) if label in first.samplers else (test, first)
             raise BapoError(
                 f"{label}: the rule changes the sampler of run {one.run!r}, and not of run "

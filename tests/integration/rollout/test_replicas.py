@@ -1085,7 +1085,8 @@ def test_engines_that_die_of_whatever_they_generate_end_the_run(testbed: Testbed
     engine = MortalEngine(lambda *_: True)
     with pytest.raises(PromptsFailed, match="engines died 8 times in a row"):
         run(collect_from(testbed, [engine]))
-    assert engine.deaths == 8
+    # Other prompts may be in the engines that die before the first one is tried alone.
+    assert engine.deaths >= 8
 
 
 @pytest.mark.usefixtures("patient")
