@@ -390,9 +390,7 @@ def main() -> None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    runs = planned_runs()
-    first = len(SEEDS) + len(RULES) - 1  # the back-tested runs, and the others of the first seed
-    train([*runs[:first], *planned_longer_runs(), *runs[first:]], default_home(), add_run)
+    train([*planned_runs(), *planned_longer_runs()], default_home(), add_run)
     report(result, arguments.out)
     print(sentence(result), *table_rows(result), sep="\n")
 
