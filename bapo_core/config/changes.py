@@ -40,7 +40,7 @@ batch or evaluation depends on its value at another step."""
 
 FIXED_IN_FORKS = {
     "model.*": "the initial model, which step 1 began with",
-    "lora.*": "the trained weights, of which every checkpoint has the state",
+    "lora.*": "the state of the trained weights in every checkpoint",
     "task.*": "the prompts and the rewards of every group since step 1",
     "reward.*": "the rewards of every group since step 1",
     "rollout.group_size": "the difficulty of every prompt since step 1, as correct responses of G",
@@ -206,7 +206,7 @@ class ConfigHistory:
         return RunConfig.model_validate(values)
 
     def plan_fork(self, requested: Mapping[str, Any], step: int, name: str) -> ConfigChange:
-        """Returns the change with which a fork begins: its name, and the values that it changes.
+        """Returns the first change of a fork: its name, and the values that it changes.
 
         requested: values by section, as in a file; those of a preset hold if they name an
         algorithm. step: the last step that the fork shares with this run. name: of the fork.

@@ -367,7 +367,7 @@ class RunState(Wire):
     stopped: Stop | None = None
     """Who stopped the run, and why; null unless it is stopped, and where that was not recorded."""
     forked_from: ForkOrigin | None = None
-    """What the run is a fork of; null for a run that began at step 1."""
+    """The run and the step that this run was forked from; null for a run that began at step 1."""
 
     @field_validator("config", mode="wrap")
     @classmethod
@@ -1334,7 +1334,7 @@ class ComparedRun(Wire):
     run: str
     """Name of the run."""
     forked_from: ForkOrigin | None = None
-    """What the run is a fork of; null for a run that began at step 1."""
+    """The run and the step that this run was forked from; null for a run that began at step 1."""
     step: int
     """Its last committed step."""
     cost: Cost

@@ -1,9 +1,9 @@
 """Forks: new runs whose past, up to a step, is that of another run.
 
-Nothing of the past is copied. The rows of its steps stay those of the parent, which whoever reads
-them finds by the fork's lineage (`storage.lineage`), and objects are shared. A fork gets rows of
-its own for what its commits change or its retention rules delete: the entries of the buffers, the
-checkpoint and the weights that it begins with.
+Nothing of the past is copied. The rows of its steps stay rows of the parent, and queries find them
+by the fork's lineage (`storage.lineage`); objects are shared. A fork gets rows of its own for what
+its commits change or its retention rules delete: the entries of the buffers, the checkpoint and the
+weights that it begins with.
 
 The past does not change: a fork is at a step that no attempt of the parent trains again, and a run
 with forks cannot be deleted.

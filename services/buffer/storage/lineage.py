@@ -1,9 +1,9 @@
 """Reads rows of a run that is a fork: its own, and those of earlier steps of the runs before it.
 
 A fork shares the past of its parent: no row and no object is copied for it, whatever its length. So
-whoever reads rows of many steps reads those of the whole lineage (`of_run`), and whoever reads
-those of one step reads those of the run that the step belongs to (`Run.of_step`). A policy version
-t belongs to step t.
+a query about many steps matches the rows of the whole lineage (`of_run`), and a query about one
+step reads the rows of the run that the step belongs to (`Run.of_step`). A policy version t belongs
+to step t.
 """
 
 from __future__ import annotations

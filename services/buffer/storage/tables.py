@@ -173,7 +173,7 @@ class Run(Base):
 
     @property
     def forked_from(self) -> wire.ForkOrigin | None:
-        """What the run is a fork of; None for a run that began at step 1."""
+        """The run and the step that this run was forked from; None for a run that began at step 1."""
         if self.parent is None:
             return None
         assert self.fork_step is not None
