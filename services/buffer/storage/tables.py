@@ -173,7 +173,7 @@ class Run(Base):
 
     @property
     def forked_from(self) -> wire.ForkOrigin | None:
-        """The run and the step that this run was forked from; None for a run that began at step 1."""
+        """Run and step that this run was forked from; None for a run that began at step 1."""
         if self.parent is None:
             return None
         assert self.fork_step is not None
