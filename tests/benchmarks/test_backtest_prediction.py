@@ -187,8 +187,10 @@ def test_the_examples_of_the_documentation_are_in_the_committed_results() -> Non
     assert f"({signals[falls]:.1f} and {signals[own]:.1f})" in words
     assert f"({accuracy[falls]:.3f} and {accuracy[own]:.3f})" in words
     assert no_signals["no filter"] == pytest.approx(2 / 3, abs=0.05)
-    last = sorted(accuracy, key=accuracy.__getitem__)[:3]
-    assert set(last) == {"no replay", "no filter", "gaussian filter"}
+    first, most = (
+        set(sorted(RULES, key=values.__getitem__)[-5:]) for values in (accuracy, signals)
+    )
+    assert first == most
 
 
 def test_the_committed_analysis_is_of_the_committed_runs() -> None:
