@@ -10,7 +10,7 @@ from rich.console import Console
 from bapo_core.config import parse_overrides
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
-from services.buffer.api.client import BufferClient
+from services.buffer.api.client import BufferClient, none_if_missing
 from services.cli.commands.run import print_results, print_warnings, train_to_end
 from services.cli.console import plain_console
 from services.cli.echo import echo
@@ -110,7 +110,7 @@ def train(
     \b
     Examples:
       bapo train --from-run countdown --steps 1:120 optimizer.learning_rate=3e-5
-      bapo train --from-run countdown --steps 61:120 loss.ratio=decoupled --name decoupled
+      bapo train --from-run countdown --steps 61:120 loss.entropy_coefficient=0.01 --name bonus
       bapo train --from-run countdown --steps 1:120 fresh.filter=none --no-engine
     """
     first, last = _parse_steps(steps)
@@ -184,8 +184,7 @@ def _create(
     client: BufferClient, request: wire.ForkRequest, name: str | None, console: Console
 ) -> wire.RunState:
     """Makes the fork and says what it is. Raises `BapoError` if there is no such run."""
-    runs = {state.name for state in client.runs()}
-    if client.run not in runs:
+    if none_if_missing(client.run_state) is None:
         raise BapoError(f"there is no run {client.run!r}; `bapo runs` lists them")
     if name is None:
         kind = "fork" if request.rollouts_until is None else "recorded"
