@@ -15,7 +15,7 @@ from bapo_core.config.training import TrainerConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder
-from services.buffer.api.wire import BatchManifest, ForkOrigin, RunState, StoredVersion
+from services.buffer.api.wire import BatchManifest, RunState, StoredVersion
 from services.common.errors import first_line
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
@@ -54,7 +54,8 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
         begin_fork(state.forked_from, history, context, checkpointer, ranks)
     updater, last_step = restore(config, context, ranks)
     weights = weights_digest(updater.modules, ranks)
-    if not is_trained_again(last_step, state.forked_from):
+    origin = state.forked_from
+    if origin is None or not origin.was_trained_again(last_step):
         refuse_other_weights(last_step, weights, context, ranks)
     with trace(config, context, ranks) as step_done:
         for timer.step in range(last_step + 1, history.current.steps + 1):
@@ -162,12 +163,6 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
     modules = updater.modules_to_save(last_step)
     load_checkpoint(stored, modules, store=context.store, scratch=context.scratch)
     return updater, last_step
-
-
-def is_trained_again(step: int, origin: ForkOrigin | None) -> bool:
-    """Whether a step is the last one of a fork's past, and was trained again when it began: other
-    machines may sum in another order, so that its weights are not those of the parent."""
-    return origin is not None and origin.checkpoint < origin.step == step
 
 
 def refuse_other_weights(step: int, weights: str, context: TrainerContext, ranks: Ranks) -> None:

@@ -124,7 +124,7 @@ def check_chain(
                     "the recorded digests, configuration and link before, so one of them was "
                     "changed after the commit"
                 )
-        begins = fork is not None and fork.checkpoint < fork.step == view.step - 1
+        begins = fork is not None and fork.was_trained_again(view.step - 1)
         if before is not None and before.weights_after != found.weights_before and not begins:
             raise BapoError(
                 f"step {view.step} did not begin with the weights that step {view.step - 1} had "

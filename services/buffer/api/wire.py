@@ -321,6 +321,11 @@ class ForkOrigin(Wire):
             return origin
         return f"{origin}, on its rollouts to step {self.rollouts_until}"
 
+    def was_trained_again(self, step: int) -> bool:
+        """Whether a step is the last one of a fork's past, and was trained again when the fork
+        began: a machine that sums in another order gives it other weights than the parent has."""
+        return self.checkpoint < self.step == step
+
 
 class ForkRequest(Wire):
     """A new run whose past is that of another run."""

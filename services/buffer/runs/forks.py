@@ -23,10 +23,11 @@ from bapo_core.selection import check_data_rules
 from services.buffer.api import digest_chain, wire
 from services.buffer.queries import difficulty
 from services.buffer.queries.evaluations import record_evaluation
+from services.buffer.runs.lifecycle import step_to_continue_from
 from services.buffer.runs.runs import lock_any_attempt
 from services.buffer.steps.buffers import share_entries
 from services.buffer.steps.samplers import continue_results
-from services.buffer.storage.artifacts import latest_checkpoint, share_artifacts
+from services.buffer.storage.artifacts import share_artifacts
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.tables import (
     BufferEntry,
@@ -102,8 +103,7 @@ def _check_step(named: Run, parent: Run, step: int) -> None:
         )
     if parent is not named:
         return  # Its rows up to the fork of `named` do not change.
-    checkpoint = latest_checkpoint(parent)
-    kept = max(0 if checkpoint is None else checkpoint.number, parent.fork_step or 0)
+    kept = step_to_continue_from(parent)
     if step > kept:
         found = f"is of step {kept}" if kept else "is not written yet"
         remedy = f"fork at step {kept}, or wait" if kept else "wait"

@@ -59,10 +59,10 @@ def _begin_attempt(run: Run) -> None:
     run.attempt += 1
     run.attempt_began_at = datetime.now(UTC)
     difficulty.derive_past(run)
-    rewind_run(run, _step_to_continue_from(run))
+    rewind_run(run, step_to_continue_from(run))
 
 
-def _step_to_continue_from(run: Run) -> int:
+def step_to_continue_from(run: Run) -> int:
     """Returns the step of the last checkpoint; 0 without one, and not below that of a fork."""
     checkpoint = latest_checkpoint(run)
     return max(0 if checkpoint is None else checkpoint.number, run.fork_step or 0)
@@ -84,7 +84,7 @@ def change_config(session: Session, name: str, values: Mapping[str, Any], *, by:
     _refuse_deleting(run)
     try:
         history = ConfigHistory(run.config, run.changes)
-        change = history.plan_change(values, _step_to_continue_from(run))
+        change = history.plan_change(values, step_to_continue_from(run))
     except ConfigError as error:
         raise Problem(422, "Invalid change", str(error)) from error
     if change is None:
