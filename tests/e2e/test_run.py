@@ -303,7 +303,13 @@ def test_a_run_that_is_killed_twice_resumes_with_the_result_of_an_uninterrupted_
     options: list[str] = []
     for step, victim in ((2, "collector"), (5, "trainer")):
         process = bapo.start("killed", *options)
-        _wait_until(lambda step=step: _committed(client) >= step, process)
+        # The trainer may have committed the second step before the first command ended.
+        _wait_until(
+            lambda step=step, process=process, victim=victim: (
+                _committed(client) >= step and _find_child(process.pid, victim) is not None
+            ),
+            process,
+        )
         if victim == "trainer":
             _assert_no_admin_token(bapo, process.pid)
         os.kill(_child(process.pid, victim), signal.SIGKILL)
@@ -621,9 +627,20 @@ def _children(pid: int) -> list[int]:
     return children
 
 
-def _child(pid: int, name: str) -> int:
+def _find_child(pid: int, name: str) -> int | None:
+    """Returns the pid of the collector or the trainer that a process has started, if it runs."""
     modules = {"trainer": "services.trainer.", "collector": "services.rollout.collector"}
     for child in _children(pid):
-        if modules[name] in Path(f"/proc/{child}/cmdline").read_text():
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_text()
+        except FileNotFoundError:  # it has ended since
+            continue
+        if modules[name] in command:
             return child
-    raise AssertionError(f"process {pid} has no child {name}")
+    return None
+
+
+def _child(pid: int, name: str) -> int:
+    child = _find_child(pid, name)
+    assert child is not None, f"process {pid} has no child {name}"
+    return child
