@@ -26,6 +26,10 @@ ESS_DECAY = "divergence/ess_decay"
 """The metric of a step that says how fast stored tokens lose their effective share with age."""
 
 
+NEAR_ESS_FRACTION = 0.9
+"""Effective share of tokens from which the policy that sampled them counts as near."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
     """The metadata of a group (the G responses to a prompt), without its tokens.

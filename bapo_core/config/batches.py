@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bapo_core.config.base import Kinds, Section, UnitInterval
+from bapo_core.types import NEAR_ESS_FRACTION
 
 
 class RangeFilterConfig(Section):
@@ -162,7 +163,7 @@ class EffectiveReplayConfig(_ReplayConfig):
     two policies predicts, by the decay that the trainer measures in every step."""
 
     select: Literal["effective_sample_size"] = "effective_sample_size"
-    min_ess_fraction: float = Field(0.9, gt=0.0, lt=1.0)
+    min_ess_fraction: float = Field(NEAR_ESS_FRACTION, gt=0.0, lt=1.0)
     """Smallest predicted effective share, exp(-d a), with which a group is replayed. a: steps
     between its policy and the step; d: median of `divergence/ess_decay` in the last ten steps that
     have it, before the first of which only groups of the policy before are replayed. The share is

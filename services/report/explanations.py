@@ -1,24 +1,59 @@
-"""Explains, from the steps of a run, why nothing trains and what the rewards say of difficulty."""
+"""Explains, from the steps of a run, what a reader of its figures would not guess from them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import median
 
+from bapo_core.config import RunConfig
+from bapo_core.config.rollouts import SyncConfig
 from bapo_core.rewards import ANSWER, OVERLONG
+from bapo_core.types import ESS_DECAY, NEAR_ESS_FRACTION
 from services.buffer.api.wire import StepView
 
 
-def explain_run(steps: Sequence[StepView], solved_at: float | None) -> list[str]:
-    """Returns why no step of a run trained, and why its accuracies tell nothing, where it is so.
+def explain_run(steps: Sequence[StepView], config: RunConfig) -> list[str]:
+    """Returns what a reader of a run's figures would not guess from them, where it is so.
 
-    solved_at: `task.solved_at` of the run.
+    Why no step trained, why its accuracies tell nothing, and how far its rollouts were from the
+    policy that they trained.
     """
     notes = []
     if steps and not any(step.trained for step in steps):
         notes.append(f"no step trained: {explain_equal_rewards(steps)}")
-    if difficulty := explain_difficulty(steps, solved_at):
+    if difficulty := explain_difficulty(steps, config.task.solved_at):
         notes.append(f"in all steps, {difficulty}")
+    if delay := explain_delay(steps, config.sync):
+        notes.append(delay)
     return notes
+
+
+def explain_delay(steps: Sequence[StepView], sync: SyncConfig) -> str:
+    """Returns how far the stalest fresh rollouts were from the policy, if that is far, or "".
+
+    They are a = `sync.every` - 1 + `sync.lag` steps old, and their effective share is exp(-d a)
+    with the median d of `divergence/ess_decay` in the second half of the steps. Below
+    `NEAR_ESS_FRACTION` it is far.
+    """
+    oldest = sync.every - 1 + sync.lag
+    measured = [step.metrics.get(ESS_DECAY) for step in steps[len(steps) // 2 :]]
+    decays = [decay for decay in measured if decay is not None]
+    if not oldest or not decays:
+        return ""
+    decay = median(decays)
+    share = math.exp(-decay * oldest)
+    if share >= NEAR_ESS_FRACTION:
+        return ""
+    near = math.floor(-math.log(NEAR_ESS_FRACTION) / decay)
+    lag = min(sync.lag, near)
+    remedy = f"sync.every={near - lag + 1}" + (f" and sync.lag={lag}" if lag < sync.lag else "")
+    return (
+        f"the delay is far off-policy: rollouts {oldest} steps old have an effective sample size "
+        f"of {share:.0%} (divergence/ess_decay {decay:.3g} a step, median of the second half of "
+        f"the run), which costs accuracy; with {remedy} the stalest have "
+        f"{math.exp(-decay * near):.0%} (docs/experiments.md, `What a delay costs`)"
+    )
 
 
 def explain_equal_rewards(steps: Sequence[StepView]) -> str:
