@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from services.reproduction.declarations import (
@@ -16,12 +16,15 @@ from services.reproduction.listing import STATES, describe_needs, describe_small
 from services.reproduction.plans import plan_runs, total_minutes
 from services.reproduction.records import RESULTS
 from services.reproduction.states import (
+    LabelledRecord,
     State,
     describe_result,
     describe_state,
     describe_test,
     find_state,
+    read_labelled,
 )
+from services.reproduction.tables import tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +32,7 @@ HEADER = """# Reproduction
 
 What the two papers claim, and what this project's runs decide of it. Each row is an experiment with
 a name: a table (`table1a`), a figure (`fig6`), or a question of this project (`ladder`, `r1` to
-`r9`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping (arXiv 2510.18927);
+`r10`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping (arXiv 2510.18927);
 the other tables and figures to batch adaptation (arXiv 2602.20722).
 
 ```
@@ -45,10 +48,11 @@ neither confirms nor refutes what the paper measured on models of 1.5 B paramete
 paper's size** {papers_size}.
 
 A claim is judged by the [resolution](experiments.md#the-resolution) of its runs, never by means:
-each difference has a 95% interval for all pairs of the experiment's variants together. Nothing is
-judged before all runs of an experiment have results, because who looks while they come in, and
-stops when it suits, decides by chance. Each test has its own 95%, so that one of twenty decides
-something even if no variants differ.
+each difference has a 95% interval for all pairs of the experiment's variants together, and tables
+have beside each mean the places that the variant may have. Nothing is judged before all runs of an
+experiment have results, because who looks while they come in, and stops when it suits, decides by
+chance. Each test has its own 95%, so that one of twenty decides something even if no variants
+differ.
 
 An experiment is a file in `services/reproduction/items` with its claim, variants, seeds, tests and
 panels; `bapo reproduce mine.yaml` runs one of your own. The results of each run are a file in
@@ -89,11 +93,13 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
         lines.append(f"| [{name}](#{name}) | {_cell(each.claim)} | {_minutes(each)} | {state} |")
     lines.append("")
     for name, each in items.items():
-        lines += _section(name, each, states[name])
+        lines += _section(name, each, states[name], results)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(name: str, declaration: Declaration, states: Mapping[Size, State]) -> Iterator[str]:
+def _section(
+    name: str, declaration: Declaration, states: Mapping[Size, State], results: Path
+) -> Iterator[str]:
     stop = "" if declaration.title.endswith("?") else "."
     yield from (f"## {name}", "", f"**{declaration.title}{stop}** {declaration.claim}", "")
     yield f"- Source: {declaration.source}"
@@ -106,15 +112,34 @@ def _section(name: str, declaration: Declaration, states: Mapping[Size, State]) 
         yield f"- {declaration.note}"
     for test in declaration.tests:
         yield f"- Test: {_cell(describe_test(test))}"
+    yield from _states(declaration, states, results)
+    yield ""
+    if declaration.numbers is not None:
+        yield from _numbers_table(declaration.numbers)
+
+
+def _states(declaration: Declaration, states: Mapping[Size, State], results: Path) -> Iterator[str]:
     for size, state in states.items():
         if size == "paper" and not state.done:
             continue
         yield f"- State at {size} size: **{describe_state(state)}**"
-        for result in state.results:
-            yield from (f"  - {_cell(line)}" for line in describe_result(result))
+        for each in state.results:
+            yield from (f"  - {_cell(line)}" for line in describe_result(each))
+    for size, state in states.items():
+        if state.results:
+            yield ""
+            yield from _results_table(declaration, read_labelled(declaration, size, results))
+
+
+def _results_table(declaration: Declaration, results: Sequence[LabelledRecord]) -> Iterator[str]:
+    """Yields the measures of all variants, once all runs have results."""
+    heads, rows = tabulate(declaration, results)
+    seeds = dict.fromkeys(each.record.seed for each in results)
+    yield f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation, in brackets the places."
     yield ""
-    if declaration.numbers is not None:
-        yield from _numbers_table(declaration.numbers)
+    yield f"| {' | '.join(heads)} |"
+    yield "| --- |" + " --- |" * (len(heads) - 1)
+    yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
 
 
 def _numbers_table(numbers: PaperNumbers) -> Iterator[str]:

@@ -31,6 +31,7 @@ from services.reproduction.records import (
     write_record,
 )
 from services.reproduction.states import describe_result, find_state, judge, read_labelled
+from services.reproduction.tables import tabulate
 
 ROOT = Path(__file__).parents[3]
 TEXT = """
@@ -268,6 +269,27 @@ def test_lists_have_the_state_and_its_numbers(declaration: Declaration, tmp_path
     assert (values["state"], values["done"], values["minutes"]) == ("holds", 8, 8)
     page = render_page(items, tmp_path)
     assert "| [fig0](#fig0) | The new rule is ahead of the old one. | 8 runs, 8 min | holds" in page
+
+
+def test_a_table_has_the_means_the_spread_and_the_places(
+    declaration: Declaration, tmp_path: Path
+) -> None:
+    write_results(declaration, tmp_path, ahead)
+    heads, rows = tabulate(declaration, read_labelled(declaration, "small", tmp_path))
+    assert heads == [
+        "variant",
+        "accuracy at equal training steps",
+        "accuracy at equal generated tokens",
+        "held-out prompts at 0",
+        "generated tokens",
+    ]
+    # 0.5 + 0.01 seed: mean and standard deviation of four seeds. Both leave 4 of 6 prompts at 0.
+    accuracy = "0.525 ± 0.013 (1)"
+    assert rows[0] == ["new", accuracy, accuracy, "0.667 ± 0.000 (1-2)", "500"]
+    assert rows[1][1] == "0.425 ± 0.013 (2)"
+    assert f"| new | {accuracy} |" in render_page({"fig0": declaration}, tmp_path)
+    one = [each for each in read_labelled(declaration, "small", tmp_path) if each.record.seed == 1]
+    assert tabulate(declaration, one)[1][0][1] == "0.510"
 
 
 def test_the_committed_results_belong_to_declared_runs() -> None:
