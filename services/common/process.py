@@ -11,10 +11,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from bapo_core.errors import BapoError, TransientError
@@ -29,6 +31,8 @@ EXIT_RETRYABLE = 138
 
 Kubernetes' operators restart what exits with 128 to 255, and give up on 1 to 127.
 """
+_POSTPONE_S = 0.01
+"""Seconds after which a signal is sent again that came at a moment at which nothing may unwind."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _SECRET_NAME = re.compile(
@@ -259,7 +263,14 @@ def stop_on_signals(message: str = "") -> None:
     message: printed on standard error at once, because stopping takes a while.
     """
 
-    def stop(number: int, _: object) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_globals.get("__name__") == "httpcore._synchronization":
+            # The lock of the HTTP connections is being taken or released. An exception would leave
+            # it taken, and httpcore takes it again while the request unwinds: a wait without end.
+            postponed = threading.Timer(_POSTPONE_S, os.kill, (os.getpid(), number))
+            postponed.daemon = True
+            postponed.start()
+            return
         # A second signal must not interrupt the stopping.
         for stopping in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(stopping, signal.SIG_IGN)

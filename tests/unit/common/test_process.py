@@ -354,3 +354,77 @@ def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(reserved_por
         named.listen()
         with socket.create_connection(("127.0.0.1", reserved_port)):
             pass
+
+
+STOPPED_ANYWHERE = """
+import os, signal, sys, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from services.common.http import HttpClient
+from services.common.process import stop_on_signals
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+
+MODULES = ("httpcore._sync.connection_pool", "httpcore._synchronization")
+
+def call_and_stop_at(place):
+    # Calls the service. The signal arrives at this one of the places where Python handles signals:
+    # when a function of MODULES begins, and when a function in C that it has called has returned.
+    client = HttpClient("service", f"http://127.0.0.1:{server.server_port}", "token")
+    places = 0
+    def profiler(frame, event, _):
+        nonlocal places
+        if event in ("call", "c_return") and frame.f_globals.get("__name__") in MODULES:
+            places += 1
+            if places == place:
+                sys.setprofile(None)
+                signal.getsignal(signal.SIGTERM)(signal.SIGTERM, frame)
+    stop_on_signals()
+    sys.setprofile(profiler)
+    client.call("GET", "/")
+    sys.setprofile(None)
+    if places < place:
+        os._exit(0)
+    time.sleep(60)  # a signal that was postponed ends this
+
+hung, place, code = [], 0, None
+while code != 0 and len(hung) < 3:
+    place += 1
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        try:
+            call_and_stop_at(place)
+        except SystemExit as stopped:
+            os._exit(stopped.code)
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, 128 + signal.SIGTERM):
+        hung.append((place, code))
+print(place, hung)
+"""
+
+
+def test_a_signal_at_any_place_of_a_request_ends_the_process() -> None:
+    """An exception between taking httpcore's lock and releasing it made the request wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_ANYWHERE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    places, hung = done.stdout.split(maxsplit=1)
+    assert int(places) > 50
+    assert hung.strip() == "[]"
