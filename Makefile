@@ -241,11 +241,11 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/bapo pipeline compile
 	$(BIN)/python -m benchmarks.gpu.table
 
-tiny-models: $(STAMP) ## train the three tiny models again, into models/ (20 minutes)
+tiny-models: $(STAMP) ## train the tiny models again, into models/ (20 minutes)
 	$(BIN)/python -m tools.tiny_models models
 
 pictures: $(STAMP) ## take the pictures of the dashboard in docs/images (needs Chromium, a stack and two runs)
 	$(BIN)/python -m tools.pictures
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(LOCK) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-sorting models/tiny-vision .gpu-bundle .bapo runs dist
+	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(LOCK) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-sorting models/tiny-distinct models/tiny-vision .gpu-bundle .bapo runs dist

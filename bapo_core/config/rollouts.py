@@ -29,9 +29,10 @@ class ModelConfig(Section):
     path: str = "tiny"
     """The initial model: a Hugging Face model directory; `hf://organisation/name[@revision]`,
     fetched from the hub; `s3://bucket/prefix`, where the objects of such a directory are; or one of
-    the small character-level models that come with bapo: `tiny`; `tiny-sorting`, for the task
-    `sorting`; or `tiny-vision`, which reads diagrams of the task `geometry`. bapo runs no code of
-    models: types that transformers does not have, and weights that are pickles, are refused."""
+    the small character-level models that come with bapo: `tiny`; `tiny-sorting` and
+    `tiny-distinct`, for the tasks `sorting` and `distinct`; or `tiny-vision`, which reads diagrams
+    of the task `geometry`. bapo runs no code of models: types that transformers does not have, and
+    weights that are pickles, are refused."""
     freeze_vision: bool = False
     """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
     optimizer states, and smaller checkpoints. It has no effect on other models."""
@@ -41,7 +42,7 @@ class TaskConfig(Section):
     """The task: its prompts, and how responses are verified."""
 
     name: str = "countdown"
-    """Name of the task: `countdown`, `geometry`, `math`, `reasoning_gym`, `sorting`
+    """Name of the task: `countdown`, `distinct`, `geometry`, `math`, `reasoning_gym`, `sorting`
     (docs/verifier.md), or one that an installed package adds (docs/adding-a-task.md); `function` if
     `reward` is set."""
     reward: str | list[str] | None = None

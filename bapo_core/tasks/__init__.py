@@ -23,11 +23,11 @@ from bapo_core.tasks.base import (
     normalise_answer,
 )
 from bapo_core.tasks.countdown import CountdownTask
+from bapo_core.tasks.digits import DistinctTask, SortingTask
 from bapo_core.tasks.function import FunctionTask
 from bapo_core.tasks.geometry import GeometryTask
 from bapo_core.tasks.mathematics import MathTask
 from bapo_core.tasks.reasoning_gym import ReasoningGymTask
-from bapo_core.tasks.sorting import SortingTask
 
 __all__ = [
     "ENTRY_POINTS",
@@ -50,6 +50,7 @@ ENTRY_POINTS = "bapo.tasks"
 
 _TASKS: dict[str, Callable[..., Task]] = {
     "countdown": CountdownTask,
+    "distinct": DistinctTask,
     "function": FunctionTask,
     "geometry": GeometryTask,
     "math": MathTask,

@@ -110,7 +110,7 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"{directory} is not a model directory: it has no config.json; set model.path to a "
-            "Hugging Face directory, `tiny`, `tiny-sorting` or `tiny-vision`"
+            "Hugging Face directory, `tiny` or another bundled model"
         )
     try:
         yield

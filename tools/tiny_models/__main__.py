@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.progress import Progress
 
-from tools.tiny_models.sorting import build_tiny_sorting_model
+from tools.tiny_models.digits import build_tiny_distinct_model, build_tiny_sorting_model
 from tools.tiny_models.text import build_tiny_model
 from tools.tiny_models.vision import build_tiny_vision_model
 
 RECIPES: dict[str, Callable[..., Any]] = {
     "tiny": build_tiny_model,
     "tiny-sorting": build_tiny_sorting_model,
+    "tiny-distinct": build_tiny_distinct_model,
     "tiny-vision": build_tiny_vision_model,
 }
 """The recipe of each bundled model, by its `model.path`."""

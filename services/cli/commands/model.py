@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from services.cli.echo import echo
-from services.model.resolve import TINY_MODEL, TINY_SORTING_MODEL, TINY_VISION_MODEL
+from services.model.resolve import BUNDLED_MODELS
 
 
 @click.group
@@ -16,14 +16,19 @@ def model() -> None:
 @model.command
 @click.option("--vision", is_flag=True, help="The model that reads diagrams, `tiny-vision`.")
 @click.option("--sorting", is_flag=True, help="The model that sorts digits, `tiny-sorting`.")
-def tiny(vision: bool, sorting: bool) -> None:
+@click.option(
+    "--distinct", is_flag=True, help="The model that leaves out repeated digits, `tiny-distinct`."
+)
+def tiny(**chosen: bool) -> None:
     """Print the directory of the tiny base model.
 
     The model has 0.85 M parameters and knows the notation of Countdown. With `--vision`, it is
     another one of 2.2 M parameters, which reads the numbers in diagrams of the task `geometry`.
-    With `--sorting`, it is one of 0.85 M parameters that sorts the digits of few numbers correctly,
-    for the task `sorting`. The repository has the recipes: `make tiny-models` trains them again.
+    With `--sorting` or `--distinct`, it is one of 0.85 M parameters that answers one of five
+    prompts of the task of that name correctly. The repository has the recipes: `make tiny-models`
+    trains them again.
     """
-    if vision and sorting:
-        raise click.UsageError("--vision and --sorting are two models; give one of them")
-    echo(TINY_VISION_MODEL if vision else TINY_SORTING_MODEL if sorting else TINY_MODEL)
+    names = [f"tiny-{name}" for name, is_chosen in chosen.items() if is_chosen] or ["tiny"]
+    if len(names) > 1:
+        raise click.UsageError(f"{' and '.join(names)} are different models; give one of them")
+    echo(BUNDLED_MODELS[names[0]])

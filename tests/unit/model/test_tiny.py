@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from services.model.resolve import BUNDLED_MODELS
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from tools.tiny_models import text as tiny
-from tools.tiny_models.sorting import build_tiny_sorting_model
+from tools.tiny_models.digits import build_tiny_distinct_model, build_tiny_sorting_model
 
 TEXT = "3 7 25=46:(3*7)+25-4/1"
 
@@ -133,16 +134,22 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_sorting_model_is_a_seeds_and_knows_its_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [("tiny-sorting", build_tiny_sorting_model), ("tiny-distinct", build_tiny_distinct_model)],
+)
+def test_a_model_of_digits_is_a_seeds_and_knows_its_prompts(
+    name: str, build: Callable[..., None], tmp_path: Path
+) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
     for directory in (first, again):
-        build_tiny_sorting_model(directory, seed=0, steps=2)
+        build(directory, seed=0, steps=2)
     weights, same = (load_file(each / "model.safetensors") for each in (first, again))
-    assert all(torch.equal(weights[name], same[name]) for name in weights)
-    bundled = load_file(BUNDLED_MODELS["tiny-sorting"] / "model.safetensors")
-    assert {name: tensor.shape for name, tensor in bundled.items()} == {
-        name: tensor.shape for name, tensor in weights.items()
+    assert all(torch.equal(weights[key], same[key]) for key in weights)
+    bundled = load_file(BUNDLED_MODELS[name] / "model.safetensors")
+    assert {key: tensor.shape for key, tensor in bundled.items()} == {
+        key: tensor.shape for key, tensor in weights.items()
     }
-    for directory in (first, BUNDLED_MODELS["tiny-sorting"]):
+    for directory in (first, BUNDLED_MODELS[name]):
         tokenizer = AutoTokenizer.from_pretrained(directory)
         assert tokenizer.decode(tokenizer.encode("0918273645=")) == "0918273645="

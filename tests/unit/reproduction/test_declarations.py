@@ -27,7 +27,7 @@ from services.reproduction.states import describe_test
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(path.stem for path in ITEMS.glob("*.yaml"))
-EXAMPLES = {"sorting": {}, "countdown": {"steps": 200}, "geometry": {}}
+EXAMPLES = {"sorting": {}, "distinct": {}, "countdown": {"steps": 200}, "geometry": {}}
 MOST_HOURS = 12
 """Hours that the whole small size may take on two idle cores."""
 

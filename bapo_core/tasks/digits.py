@@ -1,12 +1,13 @@
-"""Sorting asks for the digits of a number in ascending order: `83125=` -> `12358`.
+"""Tasks on the digits of a number, of which longer ones are harder.
 
-A payload is {"digits": text of 1 to 24 digits}. Longer numbers are harder, so that a model that
-knows the short ones has prompts of every difficulty.
+A model that knows the short ones has prompts of every difficulty, which reinforcement learning
+improves within minutes: tasks for comparisons. A payload is {"digits": text of 1 to 24 digits}.
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,10 +20,12 @@ MAX_LENGTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class SortingTask:
-    """Sorting with a distribution of generated problems."""
+class DigitsTask(ABC):
+    """A task on digits, with a distribution of generated problems."""
 
-    name: ClassVar[str] = "sorting"
+    name: ClassVar[str]
+    right: ClassVar[str]
+    """What the right answer is, for verdicts."""
     columns: ClassVar[Sequence[str]] = ("digits",)
 
     min_length: int = 4
@@ -37,21 +40,24 @@ class SortingTask:
                 f"1 <= min_length <= max_length <= {MAX_LENGTH}"
             )
 
+    @abstractmethod
+    def solve(self, digits: str) -> str:
+        """Returns the right answer."""
+
     def uid(self, payload: Payload) -> str:
-        return f"sorting:{payload['digits']}"
+        return f"{self.name}:{payload['digits']}"
 
     def render(self, payload: Payload) -> list[Message]:
         return [{"role": "user", "content": f"{payload['digits']}="}]
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        digits = payload["digits"]
         answer = response.strip()
-        if answer == "".join(sorted(digits)):
+        if answer == self.solve(payload["digits"]):
             return Verdict(1.0, VerdictStatus.OK, answer)
         if not (answer.isascii() and answer.isdigit()):
             return Verdict(0.0, VerdictStatus.PARSE_ERROR, None, "the answer is not digits alone")
         return Verdict(
-            0.0, VerdictStatus.WRONG_VALUE, answer[: 2 * MAX_LENGTH], "not the sorted digits"
+            0.0, VerdictStatus.WRONG_VALUE, answer[: 2 * MAX_LENGTH], f"not {self.right}"
         )
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
@@ -66,17 +72,17 @@ class SortingTask:
         return {"digits": digits}
 
     def demonstrate(self, payload: Payload) -> str:
-        return "".join(sorted(payload["digits"]))
+        return self.solve(payload["digits"])
 
     def generate(self, seed: int, n: int) -> list[Payload]:
-        return self._draw(derive_rng(seed, "sorting", "train"), n, set())
+        return self._draw(derive_rng(seed, self.name, "train"), n, set())
 
     def generate_split(
         self, seed: int, *, train: int, test: int
     ) -> tuple[list[Payload], list[Payload]]:
         seen: set[str] = set()
-        held_out = self._draw(derive_rng(seed, "sorting", "test"), test, seen)
-        return self._draw(derive_rng(seed, "sorting", "train"), train, seen), held_out
+        held_out = self._draw(derive_rng(seed, self.name, "test"), test, seen)
+        return self._draw(derive_rng(seed, self.name, "train"), train, seen), held_out
 
     def random_digits(self, rng: random.Random) -> str:
         """Draws the digits of a problem."""
@@ -92,3 +98,25 @@ class SortingTask:
 
         options = f"lengths {self.min_length} to {self.max_length}; raise max_length"
         return draw_distinct(draw, n, seen, options)
+
+
+@dataclass(frozen=True, slots=True)
+class SortingTask(DigitsTask):
+    """Asks for the digits in ascending order: `83125=` -> `12358`."""
+
+    name: ClassVar[str] = "sorting"
+    right: ClassVar[str] = "the sorted digits"
+
+    def solve(self, digits: str) -> str:
+        return "".join(sorted(digits))
+
+
+@dataclass(frozen=True, slots=True)
+class DistinctTask(DigitsTask):
+    """Asks for each digit once, in the order of first appearance: `3313927=` -> `31927`."""
+
+    name: ClassVar[str] = "distinct"
+    right: ClassVar[str] = "the distinct digits"
+
+    def solve(self, digits: str) -> str:
+        return "".join(dict.fromkeys(digits))
