@@ -53,6 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "window": {"direction": "fixed", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]}
         },
     },
+    "bapo_on_policy": {"sync": {"every": 1}, "reevaluate": {"enabled": False}},
     "bapo_without_x2": {"reevaluate": {"enabled": False}},
     "bapo_without_x3": {"replay": {"select": "off"}},
     "bapo_fixed_window": {"replay": {"window": {"direction": "fixed"}}},
@@ -198,6 +199,9 @@ SUMMARIES: dict[str, str] = {
     "ba_ppo": "Batch adaptation with a critic (arXiv 2602.20722, A.9).",
     "bapo_mini": "Batch adaptation without parameters: hard prompts are those that nothing solved, "
     "and groups with half of the responses correct are replayed (arXiv 2602.20722).",
+    "bapo_on_policy": "Batch adaptation (arXiv 2602.20722) with rollouts of the current policy "
+    "(v = 1) and replayed groups, without re-evaluations: the parts that were decided to pay here "
+    "(docs/results.md).",
     "bapo_without_x2": "The ablation without re-evaluated groups (arXiv 2602.20722).",
     "bapo_without_x3": "The ablation without replayed groups (arXiv 2602.20722).",
     "bapo_fixed_window": "The ablation with a replay window that does not move (arXiv 2602.20722).",

@@ -32,7 +32,7 @@ HEADER = """# Reproduction
 
 What the two papers claim, and what this project's runs decide of it. Each row is an experiment with
 a name: a table (`table1a`), a figure (`fig6`), or a question of this project (`ladder`, `r1` to
-`r10`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping (arXiv 2510.18927);
+`r12`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping (arXiv 2510.18927);
 the other tables and figures to batch adaptation (arXiv 2602.20722).
 
 ```
