@@ -218,7 +218,7 @@ compare: $(STAMP) ## compare BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1
 compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the same command goes on)
 	$(BIN)/bapo compare examples/countdown.yaml name=methods steps=200 --algorithms all --seeds 1
 
-# 200 runs, each of which leaves its result in benchmarks/results/reproduction; the same command goes on.
+# Each run leaves its result in benchmarks/results/reproduction; the same command goes on.
 reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (11 hours on two idle cores)
 	$(BIN)/bapo reproduce all --size small
 

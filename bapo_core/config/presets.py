@@ -199,9 +199,9 @@ SUMMARIES: dict[str, str] = {
     "ba_ppo": "Batch adaptation with a critic (arXiv 2602.20722, A.9).",
     "bapo_mini": "Batch adaptation without parameters: hard prompts are those that nothing solved, "
     "and groups with half of the responses correct are replayed (arXiv 2602.20722).",
-    "bapo_on_policy": "Batch adaptation (arXiv 2602.20722) with rollouts of the current policy "
-    "(v = 1) and replayed groups, without re-evaluations: the parts that were decided to pay here "
-    "(docs/results.md).",
+    "bapo_on_policy": "Batch adaptation (arXiv 2602.20722) whose fresh groups are of the current "
+    "policy (v = 1), with replayed groups of up to three steps ago and without re-evaluations: the "
+    "rung `+ replays` of examples/variants/ladder.yaml.",
     "bapo_without_x2": "The ablation without re-evaluated groups (arXiv 2602.20722).",
     "bapo_without_x3": "The ablation without replayed groups (arXiv 2602.20722).",
     "bapo_fixed_window": "The ablation with a replay window that does not move (arXiv 2602.20722).",

@@ -42,14 +42,14 @@ bapo reproduce fig6 --size paper  # write configurations and pipeline runs for a
 make reproduce-small              # everything: {runs} runs, about {hours} h on two idle cores
 ```
 
-**Small size** trains models of 0.85 M parameters, mostly on the [task for
-comparisons](experiments.md#a-task-for-comparisons). It shows what a method does in this regime. It
+**Small size** trains models of 0.85 M parameters, mostly on the [tasks for
+comparisons](experiments.md#tasks-for-comparisons). It shows what a method does in this regime. It
 neither confirms nor refutes what the paper measured on models of 1.5 B parameters and more. **The
 paper's size** {papers_size}.
 
 A claim is judged by the [resolution](experiments.md#the-resolution) of its runs, never by means:
 each difference has a 95% interval for all pairs of the experiment's variants together, and tables
-have beside each mean the places that the variant may have. Nothing is judged before all runs of an
+have the places that a variant may have beside each score. Nothing is judged before all runs of an
 experiment have results, because who looks while they come in, and stops when it suits, decides by
 chance. Each test has its own 95%, so that one of twenty decides something even if no variants
 differ.
@@ -128,14 +128,20 @@ def _states(declaration: Declaration, states: Mapping[Size, State], results: Pat
     for size, state in states.items():
         if state.results:
             yield ""
-            yield from _results_table(declaration, read_labelled(declaration, size, results))
+            labelled = read_labelled(declaration, size, results)
+            yield from _results_table(declaration, size, labelled)
 
 
-def _results_table(declaration: Declaration, results: Sequence[LabelledRecord]) -> Iterator[str]:
+def _results_table(
+    declaration: Declaration, size: Size, results: Sequence[LabelledRecord]
+) -> Iterator[str]:
     """Yields the measures of all variants, once all runs have results."""
     heads, rows = tabulate(declaration, results)
     seeds = dict.fromkeys(each.record.seed for each in results)
-    yield f"Seeds {', '.join(map(str, seeds))}: mean ± standard deviation, in brackets the places."
+    yield (
+        f"At {size} size, seeds {', '.join(map(str, seeds))}: mean ± standard deviation, and in "
+        "parentheses the places that the variant may have."
+    )
     yield ""
     yield f"| {' | '.join(heads)} |"
     yield "| --- |" + " --- |" * (len(heads) - 1)

@@ -32,7 +32,7 @@ EXIT_RETRYABLE = 138
 Kubernetes' operators restart what exits with 128 to 255, and give up on 1 to 127.
 """
 _POSTPONE_S = 0.01
-"""Seconds after which a signal is sent again that came at a moment at which nothing may unwind."""
+"""Seconds until a signal that arrived where nothing may unwind is sent again."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _SECRET_NAME = re.compile(
@@ -259,6 +259,8 @@ def run_until_error(work: Callable[[], None]) -> None:
 
 def stop_on_signals(message: str = "") -> None:
     """Makes SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops its children.
+
+    A signal that arrives while a lock of the HTTP connections is taken or released is postponed.
 
     message: printed on standard error at once, because stopping takes a while.
     """

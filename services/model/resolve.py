@@ -18,14 +18,10 @@ TINY_MODEL = Path(__file__).with_name("tiny_model")
 """The tiny base model, which `make tiny-models` trains with seed 0."""
 TINY_VISION_MODEL = Path(__file__).with_name("tiny_vision_model")
 """The tiny base model that reads images, from the same recipes."""
-TINY_SORTING_MODEL = Path(__file__).with_name("tiny_sorting_model")
-"""The tiny base model that sorts digits, from the same recipes."""
-TINY_DISTINCT_MODEL = Path(__file__).with_name("tiny_distinct_model")
-"""The tiny base model that leaves out repeated digits, from the same recipes."""
 BUNDLED_MODELS = {
     "tiny": TINY_MODEL,
-    "tiny-sorting": TINY_SORTING_MODEL,
-    "tiny-distinct": TINY_DISTINCT_MODEL,
+    "tiny-sorting": Path(__file__).with_name("tiny_sorting_model"),
+    "tiny-distinct": Path(__file__).with_name("tiny_distinct_model"),
     "tiny-vision": TINY_VISION_MODEL,
 }
 """Directories of the models that come with bapo, by the `model.path` that stands for them."""

@@ -10,21 +10,26 @@ from bapo_core.config import RunConfig
 from bapo_core.config.rollouts import SyncConfig
 from bapo_core.rewards import ANSWER, OVERLONG
 from bapo_core.types import ESS_DECAY, NEAR_ESS_FRACTION
-from services.buffer.api.wire import StepView
+from services.buffer.api.wire import ForkOrigin, StepView
 
 
-def explain_run(steps: Sequence[StepView], config: RunConfig) -> list[str]:
+def explain_run(
+    steps: Sequence[StepView], config: RunConfig, origin: ForkOrigin | None = None
+) -> list[str]:
     """Returns what a reader of a run's figures would not guess from them, where it is so.
 
     Why no step trained, why its accuracies tell nothing, and how far its rollouts were from the
     policy that they trained.
+
+    origin: the run that this one is a fork of.
     """
     notes = []
     if steps and not any(step.trained for step in steps):
         notes.append(f"no step trained: {explain_equal_rewards(steps)}")
     if difficulty := explain_difficulty(steps, config.task.solved_at):
         notes.append(f"in all steps, {difficulty}")
-    if delay := explain_delay(steps, config.sync):
+    recorded = 0 if origin is None or origin.rollouts_until is None else origin.rollouts_until
+    if delay := explain_delay([step for step in steps if step.step > recorded], config.sync):
         notes.append(delay)
     return notes
 
@@ -35,11 +40,13 @@ def explain_delay(steps: Sequence[StepView], sync: SyncConfig) -> str:
     They are a = `sync.every` - 1 + `sync.lag` steps old, and their effective share is exp(-d a)
     with the median d of `divergence/ess_decay` in the second half of the steps. Below
     `NEAR_ESS_FRACTION` it is far.
+
+    steps: those with rollouts of the run's own.
     """
     oldest = sync.every - 1 + sync.lag
     measured = [step.metrics.get(ESS_DECAY) for step in steps[len(steps) // 2 :]]
     decays = [decay for decay in measured if decay is not None]
-    if not oldest or not decays:
+    if not 0 < oldest < len(steps) or not decays:
         return ""
     decay = median(decays)
     share = math.exp(-decay * oldest)
@@ -48,11 +55,12 @@ def explain_delay(steps: Sequence[StepView], sync: SyncConfig) -> str:
     near = math.floor(-math.log(NEAR_ESS_FRACTION) / decay)
     lag = min(sync.lag, near)
     remedy = f"sync.every={near - lag + 1}" + (f" and sync.lag={lag}" if lag < sync.lag else "")
+    steps_ago = f"{oldest} step{'s' if oldest > 1 else ''} ago"
     return (
-        f"the delay is far off-policy: rollouts {oldest} steps old have an effective sample size "
-        f"of {share:.0%} (divergence/ess_decay {decay:.3g} a step, median of the second half of "
-        f"the run), which costs accuracy; with {remedy} the stalest have "
-        f"{math.exp(-decay * near):.0%} (docs/experiments.md, `What a delay costs`)"
+        f"the delay is far off-policy, which may cost accuracy: with a divergence/ess_decay of "
+        f"{decay:.3g} a step (median of the second half of the run), rollouts of {steps_ago} keep "
+        f"{share:.1%} of their effective sample size; with {remedy} the stalest would keep "
+        f"{math.exp(-decay * near):.1%} (docs/experiments.md, `What a delay costs`)"
     )
 
 

@@ -116,7 +116,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
 
 def _notes(history: RunHistory) -> list[str]:
     """Returns a paragraph for each thing that a reader would not guess from the figures."""
-    notes = explain_run(history.steps, history.config)
+    notes = explain_run(history.steps, history.config, history.state.forked_from)
     return [f'<p class="lead">Note: {html.escape(note)}.</p>' for note in notes]
 
 

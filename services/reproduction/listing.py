@@ -37,7 +37,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     counts = Counter(state["small"].name for state in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
-        "and questions of this project (ladder, r1 to r9).",
+        "and questions of this project (ladder, r1 to r12).",
         "",
         "States at small size:",
         *(f"{counts[name]:4} {name:15} {meaning}" for name, meaning in STATES.items()),

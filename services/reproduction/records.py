@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bapo_core.config import Section
 from bapo_core.errors import BapoError
-from bapo_core.types import Source
+from bapo_core.types import ESS_DECAY, Source
 from services import VERSION
 from services.reproduction.plans import DeclaredRun
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 RESULTS = Path("benchmarks/results/reproduction")
 """Directory of the results, in a checkout of the repository."""
+METRICS = ("entropy", "gradient_norm", "response_length", ESS_DECAY, "divergence/fresh/kl")
+"""Metrics of a step that are kept."""
 DIGITS = 5
 """Significant digits of a recorded value of a step."""
 
@@ -105,9 +107,10 @@ def _step_values(steps: Sequence[StepView]) -> dict[str, tuple[float, ...]]:
             if any(step.counts.get(source, 0) for step in steps)
         },
     }
-    for metric in ("entropy", "gradient_norm", "response_length"):
-        if all(metric in step.metrics for step in steps if step.trained):
-            # A step without a batch trains nothing and has no such value: the last one stands.
+    for metric in METRICS:
+        if any(metric in step.metrics for step in steps):
+            # A step that trains nothing, or on no earlier policy's groups, has no value: the last
+            # one stands.
             last, series = 0.0, []
             for step in steps:
                 last = step.metrics.get(metric, last)

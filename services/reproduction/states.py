@@ -12,7 +12,7 @@ from bapo_core.claims import Judgement, combine_verdicts, judge_equal, judge_lar
 from bapo_core.comparison import Curve, cheapest_curve
 from bapo_core.errors import BapoError
 from bapo_core.resolution import Observation, Resolution, resolve
-from services.reproduction.declarations import BASE, Declaration, Size, Test
+from services.reproduction.declarations import BASE, Cost, Declaration, Measure, Size, Test
 from services.reproduction.plans import DeclaredRun, plan_runs
 from services.reproduction.records import RecordedRun, read_records
 
@@ -115,10 +115,7 @@ def _judge_test(test: Test, results: Sequence[LabelledRecord]) -> TestResult:
 
 def observe(test: Test, results: Sequence[LabelledRecord]) -> list[Observation]:
     """Returns the value of a test's measure for each run, and for the base model if it is named."""
-    value = _measure(test, [each.record for each in results])
-    observations = [
-        Observation(each.label, each.record.seed, value(each.record)) for each in results
-    ]
+    observations = measure_runs(test.measure, test.at, results, metric=test.metric)
     if BASE in test.variants:
         if test.measure not in ("unsolved", "accuracy"):
             raise BapoError(
@@ -133,14 +130,27 @@ def observe(test: Test, results: Sequence[LabelledRecord]) -> list[Observation]:
     return observations
 
 
-def _measure(test: Test, records: Sequence[RecordedRun]) -> Callable[[RecordedRun], float]:
+def measure_runs(
+    measure: Measure, at: Cost, results: Sequence[LabelledRecord], *, metric: str | None = None
+) -> list[Observation]:
+    """Returns the value of a measure for each run.
+
+    at: cost at which accuracies are compared: what the cheapest of the runs has spent.
+    metric: name of the value of each step, for the measure `metric`.
+    """
+    value = _measure(measure, at, metric, [each.record for each in results])
+    return [Observation(each.label, each.record.seed, value(each.record)) for each in results]
+
+
+def _measure(
+    measure: Measure, at: Cost, metric: str | None, records: Sequence[RecordedRun]
+) -> Callable[[RecordedRun], float]:
     """Returns the function that measures a run, at costs that all runs have reached."""
-    measure, metric = test.measure, test.metric
     if measure in ("accuracy", "best"):
-        last = cheapest_curve([curve_of(record, test.at) for record in records]).last_costs
+        last = cheapest_curve([curve_of(record, at) for record in records]).last_costs
         if measure == "accuracy":
-            return lambda record: curve_of(record, test.at).mean_at(last)
-        return lambda record: curve_of(record, test.at).best_within(last[-1])
+            return lambda record: curve_of(record, at).mean_at(last)
+        return lambda record: curve_of(record, at).best_within(last[-1])
     if metric is not None:
         return lambda record: _last_quarter(record, metric)
     return {

@@ -14,6 +14,7 @@ from bapo_core.errors import BapoError
 from services.common.logs import hide_progress_bars
 from services.model.layers import has_recurrent_layers
 from services.model.load_errors import explain_load_error
+from services.model.resolve import BUNDLED_MODELS
 from services.model.vision import has_rules, reads_images, vision_tower
 from services.trainer import attention
 from services.trainer.blank_images import BlankPrompt, blank_prompt
@@ -110,7 +111,7 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"{directory} is not a model directory: it has no config.json; set model.path to a "
-            "Hugging Face directory, `tiny` or another bundled model"
+            f"Hugging Face directory, or to one of {', '.join(BUNDLED_MODELS)}"
         )
     try:
         yield

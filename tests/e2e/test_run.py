@@ -303,7 +303,8 @@ def test_a_run_that_is_killed_twice_resumes_with_the_result_of_an_uninterrupted_
     options: list[str] = []
     for step, victim in ((2, "collector"), (5, "trainer")):
         process = bapo.start("killed", *options)
-        # The trainer may have committed the second step before the first command ended.
+        # The trainer of the first command may have committed step 5 before that command ended, and
+        # the second command has started no process then.
         _wait_until(
             lambda step=step, process=process, victim=victim: (
                 _committed(client) >= step and _find_child(process.pid, victim) is not None
@@ -633,7 +634,7 @@ def _find_child(pid: int, name: str) -> int | None:
     for child in _children(pid):
         try:
             command = Path(f"/proc/{child}/cmdline").read_text()
-        except FileNotFoundError:  # it has ended since
+        except OSError:  # it has ended since
             continue
         if modules[name] in command:
             return child

@@ -28,7 +28,8 @@ def tiny(**chosen: bool) -> None:
     prompts of the task of that name correctly. The repository has the recipes: `make tiny-models`
     trains them again.
     """
-    names = [f"tiny-{name}" for name, is_chosen in chosen.items() if is_chosen] or ["tiny"]
+    names = [name for name, is_chosen in chosen.items() if is_chosen]
     if len(names) > 1:
-        raise click.UsageError(f"{' and '.join(names)} are different models; give one of them")
-    echo(BUNDLED_MODELS[names[0]])
+        flags = ", ".join(f"--{name}" for name in names)
+        raise click.UsageError(f"{flags} are different models; give one of them")
+    echo(BUNDLED_MODELS["-".join(["tiny", *names])])

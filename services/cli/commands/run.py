@@ -314,7 +314,7 @@ def print_results(console: Console, local_run: LocalRun, history: RunHistory) ->
         for view in history.sets
         if view.evaluations
     )
-    notes = explain_run(history.steps, history.config)
+    notes = explain_run(history.steps, history.config, history.state.forked_from)
     scores = "\n".join([scores, *(f"note: {note}" for note in notes)])
     console.print(
         f"\n{scores}\n"

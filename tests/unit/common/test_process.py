@@ -357,7 +357,7 @@ def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(reserved_por
 
 
 STOPPED_ANYWHERE = """
-import os, signal, sys, threading, time
+import inspect, os, signal, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from services.common.http import HttpClient
 from services.common.process import stop_on_signals
@@ -374,16 +374,19 @@ class Answer(BaseHTTPRequestHandler):
 server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 
-MODULES = ("httpcore._sync.connection_pool", "httpcore._synchronization")
+def is_of_httpcore(frame):
+    # A generator that is closed goes on without handling signals.
+    is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+    return frame.f_globals.get("__name__", "").startswith("httpcore.") and not is_generator
 
 def call_and_stop_at(place):
     # Calls the service. The signal arrives at this one of the places where Python handles signals:
-    # when a function of MODULES begins, and when a function in C that it has called has returned.
+    # when a function of httpcore begins, and when a function in C that it has called has returned.
     client = HttpClient("service", f"http://127.0.0.1:{server.server_port}", "token")
     places = 0
     def profiler(frame, event, _):
         nonlocal places
-        if event in ("call", "c_return") and frame.f_globals.get("__name__") in MODULES:
+        if event in ("call", "c_return") and is_of_httpcore(frame):
             places += 1
             if places == place:
                 sys.setprofile(None)

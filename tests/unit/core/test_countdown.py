@@ -52,7 +52,9 @@ def test_tasks_are_found_by_name() -> None:
 
 
 def test_an_unknown_name_or_option_is_explained() -> None:
-    with pytest.raises(TaskError, match=r"known tasks: .*countdown, function, geometry, math"):
+    with pytest.raises(
+        TaskError, match=r"known tasks: .*countdown, distinct, function, geometry, math"
+    ):
         get_task("countup")
     with pytest.raises(TaskError, match=r"task countdown: .*colour"):
         get_task("countdown", colour="red")

@@ -76,7 +76,7 @@ def test_a_request_without_a_valid_token_is_refused_unread(client: httpx.Client)
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ({"task": "nonsense"}, ["task", "countdown, function, geometry, math"]),
+        ({"task": "nonsense"}, ["task", "countdown, distinct, function, geometry, math"]),
         ({"task": 7}, ["task", "valid string"]),
         ({"tusk": 7}, ["tusk", "not permitted"]),
         ({"options": {"template": "x"}}, ["options", "choose short, think, prefilled"]),
