@@ -1,9 +1,12 @@
-"""The README's first table has the figures of the committed results."""
+"""README and experiments have the figures of the committed results."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import mean
 
+from bapo_core.types import ESS_DECAY
 from services.reproduction.declarations import find_items
 from services.reproduction.states import find_state, read_labelled
 from services.reproduction.tables import tabulate
@@ -34,3 +37,17 @@ def test_the_sentences_are_what_the_runs_decide() -> None:
     assert f"v = 1 it is {means['+ re-evaluations'] - means['bapo']:.3f} ahead" in README
     assert not resolution.is_ahead("+ replays", "+ re-evaluations")
     assert not resolution.is_ahead("+ re-evaluations", "+ replays")
+
+
+def test_the_page_of_experiments_has_what_a_delay_costs() -> None:
+    page = (ROOT / "docs/experiments.md").read_text()
+    (delay,) = find_items(["r5"]).values()
+    results = read_labelled(delay, "small", RESULTS)
+    accuracies = {label: accuracy for label, accuracy, *_ in tabulate(delay, results)[1]}
+    for label, every in {"bapo, v = 1": 1, "bapo, v = 2": 2, "bapo": 5, "grpo, v = 5": 5}.items():
+        records = [each.record for each in results if each.label == label]
+        decay = mean(mean(each.steps[ESS_DECAY][-25:]) for each in records)
+        kl = mean(mean(each.steps["divergence/fresh/kl"][-25:]) for each in records)
+        share = math.exp(-decay * (every - 1))
+        row = f"| {label} | {decay:.3f} | {share:.2f} | {kl:.3f} | {accuracies[label]} |"
+        assert row in page, row
