@@ -53,7 +53,11 @@ PRESETS: dict[str, dict[str, Any]] = {
             "window": {"direction": "fixed", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]}
         },
     },
-    "bapo_on_policy": {"sync": {"every": 1}, "reevaluate": {"enabled": False}},
+    "bapo_on_policy": {
+        "sync": {"every": 1},
+        "reevaluate": {"enabled": False},
+        "replay": {"select": "mixed", "buffer": {"max_age": None}},
+    },
     "bapo_without_x2": {"reevaluate": {"enabled": False}},
     "bapo_without_x3": {"replay": {"select": "off"}},
     "bapo_fixed_window": {"replay": {"window": {"direction": "fixed"}}},
@@ -200,8 +204,8 @@ SUMMARIES: dict[str, str] = {
     "bapo_mini": "Batch adaptation without parameters: hard prompts are those that nothing solved, "
     "and groups with half of the responses correct are replayed (arXiv 2602.20722).",
     "bapo_on_policy": "Batch adaptation (arXiv 2602.20722) whose fresh groups are of the current "
-    "policy (v = 1), with replayed groups of up to three steps ago and without re-evaluations: the "
-    "rung `+ replays` of examples/variants/ladder.yaml.",
+    "policy (v = 1), with replays of the last 256 mixed groups and without re-evaluations: the "
+    "rule of R10 and R11 in docs/reproduction.md.",
     "bapo_without_x2": "The ablation without re-evaluated groups (arXiv 2602.20722).",
     "bapo_without_x3": "The ablation without replayed groups (arXiv 2602.20722).",
     "bapo_fixed_window": "The ablation with a replay window that does not move (arXiv 2602.20722).",

@@ -6,8 +6,10 @@ import math
 from pathlib import Path
 from statistics import mean
 
+from bapo_core.config import config_from, merge
 from bapo_core.types import ESS_DECAY
-from services.reproduction.declarations import find_items
+from services.reproduction.declarations import find_items, read_setup
+from services.reproduction.plans import plan_runs
 from services.reproduction.states import find_state, read_labelled
 from services.reproduction.tables import tabulate
 
@@ -51,3 +53,25 @@ def test_the_page_of_experiments_has_what_a_delay_costs() -> None:
         share = math.exp(-decay * (every - 1))
         row = f"| {label} | {decay:.3f} | {share:.2f} | {kl:.3f} | {accuracies[label]} |"
         assert row in page, row
+
+
+def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
+    rule = "replays of the last 256 mixed groups"
+    others = ["grpo with BAPO's loss", "dapo with BAPO's loss", "grpo with BAPO's loss, two passes"]
+    for name in ("r10", "r11"):
+        (item,) = find_items([name]).values()
+        planned = next(run for run in plan_runs(item, "small") if run.label == rule)
+        preset = config_from(
+            merge(read_setup(planned.setup), {"algorithm": "bapo_on_policy", "seed": planned.seed}),
+            where="preset",
+        )
+        unnamed = {"name", "algorithm"}
+        assert preset.model_dump(exclude=unnamed) == planned.config().model_dump(exclude=unnamed)
+        state = find_state(item, "small", RESULTS)
+        assert state.name == "holds"
+        (result,) = state.results
+        means, resolution = result.means, result.resolution
+        assert resolution is not None
+        ahead = [means[rule] - means[other] for other in others]
+        assert f"{ahead[0]:.3f}, {ahead[1]:.3f} and {ahead[2]:.3f}" in " ".join(README.split())
+        assert f"above {resolution.smallest_difference:.3f}" in README
