@@ -113,6 +113,12 @@ class Resolution:
         return enough
 
 
+def format_places(places: tuple[int, int]) -> str:
+    """Returns the best and the worst place of a variant as text, such as `1-3`, or `2` if equal."""
+    best, worst = places
+    return str(best) if best == worst else f"{best}-{worst}"
+
+
 def resolve(observations: Sequence[Observation]) -> Resolution | None:
     """Returns what the observations of a measure decide.
 

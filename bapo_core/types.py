@@ -27,7 +27,7 @@ ESS_DECAY = "divergence/ess_decay"
 
 
 NEAR_ESS_FRACTION = 0.9
-"""Effective share of tokens from which the policy that sampled them counts as near."""
+"""Smallest effective share of stored tokens whose sampling policy counts as near the policy."""
 
 
 @dataclass(frozen=True, slots=True)

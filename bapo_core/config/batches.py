@@ -166,7 +166,7 @@ class EffectiveReplayConfig(_ReplayConfig):
     min_ess_fraction: float = Field(NEAR_ESS_FRACTION, gt=0.0, lt=1.0)
     """Smallest predicted effective share, exp(-d a), with which a group is replayed. a: steps
     between its policy and the step; d: median of `divergence/ess_decay` in the last ten steps that
-    have it, before the first of which only groups of the policy before are replayed. The share is
+    have it. Before the first such step, only groups of the policy before are replayed. The share is
     1 / (1 + c^2) for ratios with the coefficient of variation c, which is then 1/3; PPO clips them
     at 0.2. In `examples/countdown.yaml` a policy is there after 11 steps."""
     buffer: UnagedBufferConfig = UnagedBufferConfig()

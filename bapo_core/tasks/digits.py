@@ -1,7 +1,7 @@
-"""Tasks on the digits of a number, of which longer ones are harder.
+"""Tasks on the digits of a number, for comparisons of methods. Longer numbers are harder.
 
-A model that knows the short ones has prompts of every difficulty, which reinforcement learning
-improves within minutes: tasks for comparisons. A payload is {"digits": text of 1 to 24 digits}.
+A model that answers short numbers correctly has prompts of every difficulty, and reinforcement
+learning improves it within minutes. A payload is {"digits": text of 1 to 24 digits}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DigitsTask(ABC):
 
     name: ClassVar[str]
     right: ClassVar[str]
-    """What the right answer is, for verdicts."""
+    """Noun phrase that names the right answer in the detail of a verdict."""
     columns: ClassVar[Sequence[str]] = ("digits",)
 
     min_length: int = 4

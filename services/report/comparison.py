@@ -18,6 +18,7 @@ from bapo_core.resolution import (
     FEWEST_PAIRS,
     Observation,
     Resolution,
+    format_places,
     paired_difference,
     resolve,
 )
@@ -310,8 +311,7 @@ def show_places(decision: dict[str, Any] | None, label: str) -> str:
     """Returns the places that a variant may have, such as `1-3`, or `-` if nothing is decided."""
     if decision is None:
         return "-"
-    best, worst = decision["places"][label]
-    return str(best) if best == worst else f"{best}-{worst}"
+    return format_places(decision["places"][label])
 
 
 def comparison_table(

@@ -162,7 +162,7 @@ class Declaration(Section):
     """Parts of the claim; it holds if all of them do."""
     panels: tuple[Panel, ...] = ()
     note: str = ""
-    """What else a reader has to know, such as how the small size differs from the paper's."""
+    """Remarks on the experiment, such as differences between the small and the paper's size."""
 
     @model_validator(mode="after")
     def _names_its_variants(self) -> Declaration:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean, stdev
 
-from bapo_core.resolution import resolve
+from bapo_core.resolution import format_places, resolve
 from services.reproduction.declarations import Cost, Declaration, Measure
 from services.reproduction.states import LOWER_IS_BETTER, LabelledRecord, measure_runs
 
 COSTS = {"rollouts", "tokens"}
-"""Measures of what a run costs, by which variants have no places."""
+"""Measures of what a run costs. Variants have no places by a cost."""
 
 
 def tabulate(
@@ -19,8 +19,8 @@ def tabulate(
     """Returns the heads and the rows of a table: a row for each variant, in declared order.
 
     A score is the mean over the seeds ± the standard deviation, and in parentheses the places that
-    the variant may have: all true places lie within those of a column with 95% probability. There
-    are none with one seed, or with one variant. A cost is the mean alone.
+    the variant may have: all true places lie within a column's places with 95% probability. There
+    are no places with one seed, or with one variant. A cost is the mean alone.
 
     results: of all runs of the experiment.
     """
@@ -29,12 +29,12 @@ def tabulate(
     columns = _columns(declaration)
     for measure, at in columns.values():
         observations = measure_runs(measure, at, results)
-        resolution = None if measure in COSTS else resolve(observations)
+        is_cost = measure in COSTS
+        resolution = None if is_cost else resolve(observations)
         higher = measure not in LOWER_IS_BETTER
         places = {} if resolution is None else resolution.places(higher_is_better=higher)
         for label in labels:
             values = [each.value for each in observations if each.variant == label]
-            is_cost = measure in COSTS
             shown = f"{mean(values):,.0f}" if is_cost else _score(values, places.get(label))
             rows[label].append(shown)
     return ["variant", *columns], list(rows.values())
@@ -55,5 +55,5 @@ def _columns(declaration: Declaration) -> dict[str, tuple[Measure, Cost]]:
 
 def _score(values: Sequence[float], places: tuple[int, int] | None) -> str:
     spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
-    shown = "" if places is None else f" ({'-'.join(map(str, dict.fromkeys(places)))})"
+    shown = "" if places is None else f" ({format_places(places)})"
     return f"{mean(values):.3f}{spread}{shown}"

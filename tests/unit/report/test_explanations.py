@@ -1,4 +1,4 @@
-"""What a run says of itself beside its figures."""
+"""Notes of a run's report and of `bapo run`: when they appear, and what they advise."""
 
 from __future__ import annotations
 
