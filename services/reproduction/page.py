@@ -62,7 +62,11 @@ def _caption(panel: Panel, drawn: Sequence[LabelledRecord]) -> str:
         )
     if panel.kind == "sources":
         return f"Share of the groups of a batch, by source; mean over seeds {seeds}."
-    return f"Means over seeds {seeds}; bands span the minimum to the maximum."
+    text = f"Means over seeds {seeds}; bands span the minimum to the maximum."
+    missing = [label for label in _labels(drawn) if label not in _curves(panel, drawn)]
+    if missing:
+        text += f" No step of these has a value: {'; '.join(missing)}."
+    return text
 
 
 def _draw(panel: Panel, drawn: Sequence[LabelledRecord]) -> str:
@@ -74,19 +78,37 @@ def _draw(panel: Panel, drawn: Sequence[LabelledRecord]) -> str:
         return charts.migrated_bins(total)
     if panel.kind == "sources":
         return _draw_sources(drawn)
-    curves: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for each in drawn:
-        if panel.metric is not None:
-            values = charts.smoothed(each.record.steps.get(panel.metric, ()))
-            xs = [float(step) for step in range(1, len(values) + 1)]
-            points = (xs, list(values))
-        else:
-            curve = curve_of(each.record, panel.over)
-            points = (list(curve.costs), list(curve.values))
-        if points[0]:
-            curves.setdefault(each.label, []).append(points)
+    curves = _curves(panel, drawn)
+    if not curves:
+        return ""
     x = "training step" if panel.metric is not None else panel.over
     return charts.bands(curves, x=x, y=panel.metric or "held-out accuracy")
+
+
+def _curves(
+    panel: Panel, drawn: Sequence[LabelledRecord]
+) -> dict[str, list[tuple[list[float], list[float]]]]:
+    """Returns the points (x, y) of each run that has any, by the label of its variant.
+
+    A run has no values of a metric that its method never measures, such as the divergence of
+    groups of earlier policies where all groups are of the current one.
+    """
+    curves: dict[str, list[tuple[list[float], list[float]]]] = {}
+    for each in drawn:
+        if panel.metric is None:
+            curve = curve_of(each.record, panel.over)
+            points = (list(curve.costs), list(curve.values))
+        else:
+            values = each.record.steps.get(panel.metric, ())
+            if not values:
+                continue
+            points = (list(map(float, range(1, len(values) + 1))), list(charts.smoothed(values)))
+        curves.setdefault(each.label, []).append(points)
+    return curves
+
+
+def _labels(results: Sequence[LabelledRecord]) -> list[str]:
+    return list(dict.fromkeys(each.label for each in results))
 
 
 def _draw_sources(drawn: Sequence[LabelledRecord]) -> str:
@@ -109,7 +131,7 @@ def _measured(results: Sequence[LabelledRecord]) -> str:
     """Returns the table of the last evaluations in percent, as the paper prints its results."""
     columns = list(dict.fromkeys(name for each in results for name in each.record.sets))
     rows: dict[str, tuple[float | None, ...]] = {}
-    for label in dict.fromkeys(each.label for each in results):
+    for label in _labels(results):
         sets = [each.record.sets for each in results if each.label == label]
         rows[label] = tuple(
             round(100 * mean(each[name] for each in sets), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -30,10 +31,17 @@ from services.reproduction.records import (
     unknown_files,
     write_record,
 )
-from services.reproduction.states import describe_result, find_state, judge, read_labelled
+from services.reproduction.states import (
+    LabelledRecord,
+    describe_result,
+    find_state,
+    judge,
+    read_labelled,
+)
 from services.reproduction.tables import tabulate
 
 ROOT = Path(__file__).parents[3]
+COMMITTED = ROOT / "benchmarks/results/reproduction"
 TEXT = """
 title: Figure 0
 claim: The new rule is ahead of the old one.
@@ -258,6 +266,45 @@ def test_the_page_draws_every_panel_beside_the_papers_numbers(
     assert "holds (8 runs)" in text
 
 
+@pytest.mark.parametrize("lacking", [("old",), ("new", "old")])
+def test_the_page_names_variants_whose_steps_have_no_value(
+    declaration: Declaration, tmp_path: Path, lacking: tuple[str, ...]
+) -> None:
+    write_results(declaration, tmp_path, ahead)
+    results = [
+        LabelledRecord(
+            each.label,
+            each.record.model_copy(
+                update={"steps": {k: v for k, v in each.record.steps.items() if k != "entropy"}}
+            )
+            if each.label in lacking
+            else each.record,
+        )
+        for each in read_labelled(declaration, "small", tmp_path)
+    ]
+    path = tmp_path / "page.html"
+    write_page("fig0", declaration, "small", results, judge(declaration, results), path)
+    text = path.read_text()
+    assert f"No step of these has a value: {'; '.join(lacking)}." in text
+    assert text.count("<svg") == 4 - (len(lacking) == 2)
+
+
+@pytest.mark.parametrize("name", read_items())
+@pytest.mark.parametrize("seeds", [None, (1,)])
+def test_the_page_of_every_experiment_is_drawn_from_the_committed_results(
+    name: str, seeds: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    declaration = read_items()[name]
+    results = read_labelled(declaration, "small", COMMITTED, seeds)
+    state = find_state(declaration, "small", COMMITTED, seeds)
+    write_page(name, declaration, "small", results, state, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    drawn = {each.label for each in results}
+    for panel in declaration.panels:
+        expected = bool(drawn.intersection(panel.variants) if panel.variants else drawn)
+        assert (f"<h2>{html.escape(panel.title)}</h2>" in text) == expected
+
+
 def test_lists_have_the_state_and_its_numbers(declaration: Declaration, tmp_path: Path) -> None:
     write_results(declaration, tmp_path, ahead, noise=0.001)
     items = {"fig0": declaration}
@@ -296,9 +343,8 @@ def test_the_committed_results_belong_to_declared_runs() -> None:
     declared = [
         run for each in read_items().values() for size in SIZES for run in plan_runs(each, size)
     ]
-    directory = ROOT / "benchmarks/results/reproduction"
-    assert unknown_files(declared, directory) == []
-    read_records(declared, directory)
+    assert unknown_files(declared, COMMITTED) == []
+    read_records(declared, COMMITTED)
 
 
 def test_the_page_of_the_documentation_is_current() -> None:
