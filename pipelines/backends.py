@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from bapo_core.errors import BapoError
 from pipelines.training_job import TrainingJob
+from pipelines.waiting import WaitLog
 
 Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "terminating"]
 """`terminating`: the job was deleted, but its object or its pods still exist."""
@@ -80,11 +82,13 @@ class TrainerBackend(Protocol):
         ...
 
 
-def ensure_job(backend: TrainerBackend, job: TrainingJob) -> None:
+def ensure_job(
+    backend: TrainerBackend, job: TrainingJob, *, log: Callable[[str], None]
+) -> JobState | None:
     """Makes sure that the job exists and has not finished.
 
-    A job with the same spec hash is adopted. One that has finished, or that was built from another
-    spec, is replaced. Raises `BapoError`.
+    A job with the same spec hash is adopted; its state is returned. One that has finished, or that
+    was built from another spec, is replaced. log: gets what is waited for. Raises `BapoError`.
     """
     while not backend.create(job):
         state = backend.state(job.name)
@@ -94,18 +98,26 @@ def ensure_job(backend: TrainerBackend, job: TrainingJob) -> None:
             and not state.finished
             and state.phase != "terminating"
         ):
-            return
-        remove_job(backend, job.name)
+            return state
+        remove_job(backend, job.name, log=log)
+    return None
 
 
-def remove_job(backend: TrainerBackend, name: str, workflow: str | None = None) -> None:
+def remove_job(
+    backend: TrainerBackend,
+    name: str,
+    workflow: str | None = None,
+    *,
+    log: Callable[[str], None],
+) -> None:
     """Deletes the job and waits until it no longer exists.
 
-    workflow: leave the job alone if it belongs to another workflow.
+    workflow: leave the job alone if it belongs to another workflow. log: gets what is waited for.
 
     Raises `BapoError` when it still exists after `DELETE_TIMEOUT_S`.
     """
     deadline = time.monotonic() + DELETE_TIMEOUT_S
+    lines = WaitLog(log)
     backend.delete(name, workflow)
     while (state := backend.state(name)) is not None:
         if workflow is not None and state.workflow not in (None, workflow):
@@ -115,4 +127,6 @@ def remove_job(backend: TrainerBackend, name: str, workflow: str | None = None) 
                 f"job {name} was deleted but still exists after {DELETE_TIMEOUT_S:.0f} s; "
                 f"{state.reason} (a finalizer, a node that does not answer)"
             )
+        reason = f": {state.reason}" if state.reason else ""
+        lines.say(f"waiting until job {name}, which is {state.phase}, is deleted{reason}")
         time.sleep(POLL_INTERVAL_S)

@@ -99,7 +99,7 @@ def prepare_run(
         else:
             text = load_stored_config(stored_config, context.buffer, context.store)
             run_config = read_config(name, config, text, overrides, settings)
-            stored = steps.open_run(context, steps.prepare(context, run_config))
+            stored = steps.open_run(context, jobs, steps.prepare(context, run_config))
         Path(configuration.path).write_text(steps.describe_config(stored))
 
 

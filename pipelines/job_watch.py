@@ -68,8 +68,9 @@ class JobWatch:
     """Returns what the replicas do, without whose rollouts a job that runs trains nothing."""
 
     _step: int = 0
-    _restarts: int = 0
-    """Restarts before the last committed step."""
+    _restarts: int | None = 0
+    """Restarts before the last committed step; None until the state of an adopted job is read,
+    whose restarts may be those of steps that were committed before."""
     _waited_s: float = 0.0
     """Seconds without nodes since the last committed step. A restart does not set it back."""
     _blocked_s: float = 0.0
@@ -84,7 +85,8 @@ class JobWatch:
 
     def ensure_job(self) -> None:
         """Creates the job, or adopts the one that exists."""
-        ensure_job(self.backend, self.job)
+        adopted = ensure_job(self.backend, self.job, log=self.log)
+        self._restarts = 0 if adopted is None else None
 
     def follow_until(self, is_trained: Callable[[], bool]) -> None:
         """Logs each change of the job's state and each training step until `is_trained`.
@@ -117,7 +119,6 @@ class JobWatch:
                 "deletes it (the audit log of Kubernetes), then retry the step"
             )
         self._creations += 1
-        self._restarts = 0
         self.log(f"job {name} was deleted while it trained, and is created again")
         self.ensure_job()
 
@@ -131,6 +132,8 @@ class JobWatch:
                 f"job {name} succeeded, but run {run.name!r} is at step {run.current_step}; was "
                 "the run rewound meanwhile?"
             )
+        if self._restarts is None:
+            self._restarts = state.restarts
         restarts = state.restarts - self._restarts
         if restarts >= MAX_RESTARTS:
             raise BapoError(

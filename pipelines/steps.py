@@ -263,7 +263,7 @@ def stop_run(context: PipelineContext, reason: str) -> None:
         owner = f"workflow {state.workflow}" if state.workflow else "no workflow"
         context.log(f"{owner} trains run {state.name}, which is left as it is: {state.status}")
         return
-    if state.status not in wire.OPEN_STATUSES:
+    if state.status not in wire.UNFINISHED_STATUSES:
         context.log(f"run {state.name} is {state.status}")
         return
     # The service compares again: another pipeline may have taken the run over meanwhile.
@@ -360,7 +360,7 @@ def workflow_to_replace(
     Raises `BapoError` if another workflow trains the run: two pipelines would replace each other's
     job.
     """
-    if state.status not in wire.OPEN_STATUSES or state.workflow in (None, context.workflow):
+    if state.status not in wire.UNFINISHED_STATUSES or state.workflow in (None, context.workflow):
         return None
     if context.workflow is not None and jobs.backend.has_ended(state.workflow):
         return state.workflow
@@ -404,19 +404,25 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     return request.model_dump_json()
 
 
-def open_run(context: PipelineContext, request: str) -> RunConfig:
+def open_run(context: PipelineContext, jobs: TrainerJobs, request: str) -> RunConfig:
     """Creates the run unless it exists; returns its configuration.
+
+    From then on the run belongs to the workflow of this step, which is about to train it.
 
     Keys that may change while a run lasts (`bapo_core.config.changes.CHANGEABLE`) are changed to
     the values of the request, from the step after the last checkpoint on. Raises `BapoError` when a
-    run of this name exists and other keys differ, because its results would be a mixture of two.
+    run of this name exists and other keys differ, because its results would be a mixture of two,
+    and when another workflow trains it.
     """
     desired = wire.RunCreate.model_validate_json(request)
+    desired.workflow = context.workflow
     buffer = context.buffer
     state = none_if_missing(buffer.run_state)
     if state is None:
         state = buffer.create_run(desired)
         context.log(f"run {state.name} is created")
+    # Another pipeline may have created the run, or begun to train it, since `check_run`.
+    instead_of = workflow_to_replace(context, jobs, state)
     # Validation adds the keys that are newer than the stored configuration.
     config = state.config
     stored, wanted = flatten(config.model_dump(mode="json")), flatten(desired.config)
@@ -434,7 +440,9 @@ def open_run(context: PipelineContext, request: str) -> RunConfig:
             "it another name"
         )
     if different:
-        state = buffer.change_config(different, by=context.name)
+        state = buffer.change_config(
+            different, by=context.name, workflow=context.workflow, instead_of=instead_of
+        )
         change = state.changes[-1]
         context.log(f"from step {change.first_step} on: {change.describe()}")
     return state.config
@@ -457,7 +465,7 @@ def open_fork(context: PipelineContext, fork_of: str, request: wire.ForkRequest)
                 f"fork_of={fork_of}: no pipeline made this run, because its model {path} is not in "
                 "the object store, where the pods look for it; fork it with `bapo fork`"
             )
-        state = parent.fork_run(request)
+        state = parent.fork_run(request.model_copy(update={"workflow": context.workflow}))
     except ServiceError as error:
         if error.status not in (400, 403, 404, 409, 422):
             raise
@@ -624,11 +632,11 @@ def train(
     with mirror_to_mlflow(config, buffer):
         watch.ensure_job()
         if jobs.deployment.queue:
-            _require_queue(jobs, job.name)
+            _require_queue(jobs, job.name, context.log)
         watch.follow_until(lambda: is_trained(buffer, config, until))
 
 
-def _require_queue(jobs: TrainerJobs, name: str) -> None:
+def _require_queue(jobs: TrainerJobs, name: str, log: Callable[[str], None]) -> None:
     """Raises `BapoError`, and deletes the job, if Kueue does not manage it.
 
     Such a job would start at once, whatever the quota.
@@ -636,7 +644,7 @@ def _require_queue(jobs: TrainerJobs, name: str) -> None:
     deadline = time.monotonic() + KUEUE_TIMEOUT_S
     while not jobs.backend.is_queued(name):
         if time.monotonic() > deadline:
-            remove_job(jobs.backend, name)
+            remove_job(jobs.backend, name, log=log)
             raise BapoError(
                 f"the chart's kueue.queue is {jobs.deployment.queue!r}, but Kueue does not manage "
                 f"job {name}: add {KUEUE_FRAMEWORKS[jobs.deployment.job_kind]} to "
@@ -921,7 +929,7 @@ def clean_up(context: PipelineContext, jobs: TrainerJobs) -> str:
     buffer = context.buffer
     if not _may_exist(context):
         return "absent"
-    remove_job(jobs.backend, jobs.job_name(buffer.run), context.workflow)
+    remove_job(jobs.backend, jobs.job_name(buffer.run), context.workflow, log=context.log)
     state = none_if_missing(buffer.run_state)
     if state is None:
         context.log("no run was created")
@@ -958,11 +966,11 @@ def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
     A job is an orphan, too, when its run is not running, paused or queued. A run is not an orphan
     because its job is one: another pipeline may have taken the run over since.
     """
+    # The jobs are listed first: a run whose job is younger than this list must not lose it.
+    found = backend.jobs()
     active = {run.name: run for run in buffer.runs() if run.status in wire.OPEN_STATUSES}
     jobs = {
-        name: run
-        for name, run in backend.jobs().items()
-        if run not in active or backend.abandoned(name)
+        name: run for name, run in found.items() if run not in active or backend.abandoned(name)
     }
     abandoned = set(jobs.values())
     runs = {
@@ -975,11 +983,16 @@ def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
     return Orphans(jobs, workflows, runs)
 
 
-def remove_orphans(buffer: BufferClient, backend: TrainerBackend, orphans: Orphans) -> None:
+def remove_orphans(
+    buffer: BufferClient,
+    backend: TrainerBackend,
+    orphans: Orphans,
+    log: Callable[[str], None],
+) -> None:
     """Deletes orphaned jobs and stops the orphaned runs, so that replicas serve other runs."""
     for name in orphans.jobs:
         # Another pipeline may have replaced the job since it was found.
-        remove_job(backend, name, orphans.workflows[name])
+        remove_job(backend, name, orphans.workflows[name], log=log)
     for run, workflow in orphans.runs.items():
         buffer.run = run
         reason = f"its workflow {workflow or 'of its job'} has ended without stopping it"

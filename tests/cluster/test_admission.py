@@ -148,7 +148,7 @@ def test_a_job_whose_image_is_missing_says_so_and_leaves_nothing(
     assert backend.jobs() == {job.name: job.run}
     pods = namespace.names("pods", f"{RUN_LABEL}={job.run}")
     assert len(pods) == 2
-    remove_job(backend, job.name)
+    remove_job(backend, job.name, log=print)
     assert backend.state(job.name) is None
 
 
@@ -168,7 +168,7 @@ def test_a_job_that_a_quota_refuses_says_so(
         assert "exceeded quota: none" in wait_for_reason(backend, job, "exceeded quota")
     finally:
         namespace.kubectl("delete", "quota", "none")
-    remove_job(backend, job.name)
+    remove_job(backend, job.name, log=print)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +181,7 @@ def test_the_operators_take_the_longest_name(
     assert len(job.run) == 63
     backend.create(job)
     wait_for_reason(backend, job, "ErrImageNeverPull")
-    remove_job(backend, job.name)
+    remove_job(backend, job.name, log=print)
 
 
 def test_a_job_is_adopted_unless_another_one_is_asked_for(
@@ -193,15 +193,15 @@ def test_a_job_is_adopted_unless_another_one_is_asked_for(
         return found["metadata"]["uid"]
 
     job = make_job(deployment, "PyTorchJob", "adopted")
-    ensure_job(backend, job)
+    ensure_job(backend, job, log=print)
     first = uid()
-    ensure_job(backend, job)
-    ensure_job(backend, make_job(deployment, "TrainJob", "adopted"))
+    ensure_job(backend, job, log=print)
+    ensure_job(backend, make_job(deployment, "TrainJob", "adopted"), log=print)
     assert uid() == first
     assert not namespace.names("trainjobs,trainingruntimes")
-    ensure_job(backend, make_job(deployment, "PyTorchJob", "adopted", workers=2))
+    ensure_job(backend, make_job(deployment, "PyTorchJob", "adopted", workers=2), log=print)
     assert uid() != first
-    remove_job(backend, job.name)
+    remove_job(backend, job.name, log=print)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -225,7 +225,7 @@ def test_a_second_pipeline_of_the_name_ends_in_every_way_without_touching_the_fi
         check_first(end)
         second.end()
         buffer, backend = second.context.buffer, second.jobs.backend
-        steps.remove_orphans(buffer, backend, steps.find_orphans(buffer, backend))
+        steps.remove_orphans(buffer, backend, steps.find_orphans(buffer, backend), print)
         check_first(end)
 
     # The first one is terminated itself, and says so to whoever asks.
@@ -255,7 +255,7 @@ def test_the_reaper_ends_the_run_of_a_deleted_workflow_unless_another_one_has_ta
         second = cluster.pipeline(run)
         if taken_over:
             steps.take_turn(second.context, second.jobs)
-        steps.remove_orphans(buffer, backend, orphans)
+        steps.remove_orphans(buffer, backend, orphans, print)
         buffer.run = run
         state = buffer.run_state()
         assert state.status == ("running" if taken_over else "stopped")

@@ -64,7 +64,7 @@ class Pipeline:
 
     def prepare(self) -> None:
         steps.check_run(self.context, self.jobs)
-        steps.open_run(self.context, steps.prepare(self.context, self.config))
+        steps.open_run(self.context, self.jobs, steps.prepare(self.context, self.config))
 
     def train(self, until: int) -> None:
         steps.train(self.context, self.jobs, until, RESOURCES)

@@ -268,16 +268,27 @@ class BufferClient:
         self.attempt = state.attempt
         return state
 
-    def change_config(self, values: Mapping[str, Any], *, by: str | None = None) -> wire.RunState:
+    def change_config(
+        self,
+        values: Mapping[str, Any],
+        *,
+        by: str | None = None,
+        workflow: str | None = None,
+        instead_of: str | None = None,
+    ) -> wire.RunState:
         """Gives keys of the configuration new values, from the step after the last checkpoint on.
 
         Supersedes every process of the run and rewinds it to that checkpoint, unless the keys have
         these values already. values: by dotted key. by: who changes them; None for the name of this
-        client's token.
+        client's token. workflow: change them only if no other workflow than this one and
+        `instead_of`, which has ended, trains the run.
 
-        Raises `ServiceError` (422) for keys that may not change, and for values that are not valid.
+        Raises `ServiceError`: 422 for keys that may not change, and for values that are not valid,
+        and 409 if another workflow trains the run.
         """
-        request = wire.ChangeRequest(values=dict(values), by=by)
+        request = wire.ChangeRequest(
+            values=dict(values), by=by, workflow=workflow, instead_of=instead_of
+        )
         path = f"/v1/runs/{self.run}/changes"
         return self._call(wire.RunState, "POST", path, json=request.model_dump())
 

@@ -61,6 +61,8 @@ ACTIVE_STATUSES: tuple[Status, ...] = ("running", "paused")
 """Statuses of the runs that rollout replicas and collectors work for."""
 OPEN_STATUSES: tuple[Status, ...] = ("queued", *ACTIVE_STATUSES)
 """Statuses of the runs that have a place in the queue for the rollout replicas."""
+UNFINISHED_STATUSES: tuple[Status, ...] = ("created", *OPEN_STATUSES)
+"""Statuses of the runs that their workflow is about to train, or trains."""
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""
@@ -164,6 +166,12 @@ class NamedConfig(Wire):
     """Time at which it was stored."""
 
 
+Workflow = Annotated[
+    str, Field(max_length=512, pattern=r"^[^\x00]*$", examples=["team/bapo-x7k2p"])
+]
+"""Argo workflow, as `namespace/name`."""
+
+
 class RunCreate(Wire):
     """A run to create."""
 
@@ -177,6 +185,8 @@ class RunCreate(Wire):
     test_datasets: dict[SetName, DatasetName]
     """Dataset of the held-out prompts of each evaluation set, uploaded before, by the set's name:
     those of `evaluation.sets`, or `test` without any."""
+    workflow: Workflow | None = None
+    """Argo workflow that is about to train the run."""
 
 
 class RunPatch(Wire):
@@ -190,22 +200,23 @@ class RunPatch(Wire):
     """Why it is stopped."""
 
 
-Workflow = Annotated[
-    str, Field(max_length=512, pattern=r"^[^\x00]*$", examples=["team/bapo-x7k2p"])
-]
-"""Argo workflow, as `namespace/name`."""
+class WorkflowClaim(Wire):
+    """The workflow of a request that only the workflow of the run may make.
+
+    A run that is created, queued, running or paused is refused to any other workflow than its own.
+    """
+
+    workflow: Workflow | None = None
+    """Argo workflow that asks, as `namespace/name`; null outside a cluster."""
+    instead_of: Workflow | None = None
+    """Workflow from which the asking one takes the run over, because it has ended."""
 
 
-class TurnRequest(Wire):
+class TurnRequest(WorkflowClaim):
     """A pipeline's request to train its run."""
 
     reopen: bool = False
     """Whether to continue a run that was stopped or has failed, instead of refusing it."""
-    workflow: Workflow | None = None
-    """Argo workflow that asks, as `namespace/name`."""
-    instead_of: Workflow | None = None
-    """Workflow from which the asking one takes the run over, because it has ended. A run that is
-    queued, running or paused is refused to any other workflow than its own."""
 
 
 class StopRequest(Wire):
@@ -234,7 +245,7 @@ class Stop(Wire):
         return f"{self.by}: {self.reason}" if self.reason else self.by
 
 
-class ChangeRequest(Wire):
+class ChangeRequest(WorkflowClaim):
     """Keys of a run's configuration that get other values."""
 
     values: dict[str, Any] = Field(
@@ -340,6 +351,8 @@ class ForkRequest(Wire):
     values: dict[str, Any] = {}
     """Values of the configuration that are others from the next step on, by section as in a file.
     If they name an algorithm, those of its preset hold where the run had those of its own."""
+    workflow: Workflow | None = None
+    """Argo workflow that is about to train the new run."""
 
 
 class RunState(Wire):

@@ -144,11 +144,12 @@ def change_config(
 
     It supersedes the processes of the run and rewinds it to that checkpoint. A run that is finished
     and gets more steps is stopped afterwards; a new attempt continues it. 422 for keys that may not
-    change, which `detail` lists.
+    change, which `detail` lists, and 409 for a run that another workflow trains.
     """
     by = change.by or f"token {request.state.token.name!r}"
     with service.write_transaction(name) as session:
-        return runs.run_state(lifecycle.change_config(session, name, change.values, by=by))
+        changed = lifecycle.change_config(session, name, change.values, by=by, claim=change)
+        return runs.run_state(changed)
 
 
 @router.post("/runs/{name}/turn", tags=["runs"], dependencies=END)

@@ -79,6 +79,7 @@ def fork_run(session: Session, name: str, request: wire.ForkRequest, *, by: str)
         fork_step=request.step,
         fork_checkpoint=checkpoint,
         rollouts_until=request.rollouts_until,
+        workflow=request.workflow,
     )
     session.add(fork)
     session.flush()

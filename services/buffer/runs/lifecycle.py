@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigChange, ConfigError, ConfigHistory
 from services.buffer.api import digest_chain, wire
-from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
+from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES, UNFINISHED_STATUSES
 from services.buffer.queries import difficulty
 from services.buffer.runs import tokens
 from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
@@ -68,20 +68,29 @@ def step_to_continue_from(run: Run) -> int:
     return max(0 if checkpoint is None else checkpoint.number, run.fork_step or 0)
 
 
-def change_config(session: Session, name: str, values: Mapping[str, Any], *, by: str) -> Run:
+def change_config(
+    session: Session,
+    name: str,
+    values: Mapping[str, Any],
+    *,
+    by: str,
+    claim: wire.WorkflowClaim | None = None,
+) -> Run:
     """Gives keys of the configuration new values, from the step after the last checkpoint on.
 
     It begins an attempt, as steps after the checkpoint have been trained with the old values. A run
     that is finished and gets more steps is stopped, for a new attempt to continue it. Keys that
     have these values already change nothing.
 
-    values: by dotted key. by: who changes them.
+    values: by dotted key. by: who changes them. claim: the workflow that does.
 
-    Raises 409 while the run is being deleted, and 422 for keys that may not change and for values
-    that are not valid.
+    Raises 409 while the run is being deleted, and for a run that another workflow trains; and 422
+    for keys that may not change and for values that are not valid.
     """
     run = lock_any_attempt(session, name)
     _refuse_deleting(run)
+    if claim is not None:
+        _refuse_another_workflow(run, claim)
     try:
         history = ConfigHistory(run.config, run.changes)
         change = history.plan_change(values, step_to_continue_from(run))
@@ -167,15 +176,21 @@ def _take_over(run: Run, request: wire.TurnRequest) -> None:
     Raises 409 if another workflow does: a pipeline with the name of somebody's run would otherwise
     replace its job.
     """
-    if request.workflow is None:
+    _refuse_another_workflow(run, request)
+    if request.workflow is not None:
+        run.workflow = request.workflow
+
+
+def _refuse_another_workflow(run: Run, claim: wire.WorkflowClaim) -> None:
+    """Raises 409 if another workflow than the asking one trains the run, or is about to."""
+    if claim.workflow is None:
         return
-    allowed = (None, request.workflow, request.instead_of)
-    if run.status in OPEN_STATUSES and run.workflow not in allowed:
+    allowed = (None, claim.workflow, claim.instead_of)
+    if run.status in UNFINISHED_STATUSES and run.workflow not in allowed:
         raise conflict(
             f"run {run.name!r} is {run.status}, and workflow {run.workflow} trains it; give "
             "bapo_run another name, or none for a new run, or wait until that workflow has ended"
         )
-    run.workflow = request.workflow
 
 
 def pause(session: Session, name: str) -> Run:

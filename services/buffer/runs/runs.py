@@ -139,7 +139,10 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
         "test_datasets": request.test_datasets,
     }
     created = session.scalar(
-        insert(Run).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Run.id)
+        insert(Run)
+        .values(**values, workflow=request.workflow)
+        .on_conflict_do_nothing(index_elements=["name"])
+        .returning(Run.id)
     )
     run = get_run(session, request.name)
     if created is not None:

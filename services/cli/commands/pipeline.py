@@ -232,7 +232,7 @@ def reap(namespace: str, release: str, delete: bool) -> None:
     backend, buffer = _backend(namespace, release), _buffer()
     orphans = find_orphans(buffer, backend)
     if delete:
-        remove_orphans(buffer, backend, orphans)
+        remove_orphans(buffer, backend, orphans, echo)
     for name, run in sorted(orphans.jobs.items()):
         echo(f"{'deleted' if delete else 'orphaned'}  job {name} of run {run}")
     for run in sorted(orphans.runs):

@@ -100,7 +100,7 @@ def test_a_runtime_without_a_job_is_deleted(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     cluster.objects["trainingruntimes"][NAME] = build_runtime(job(kind="TrainJob"))
-    remove_job(backend, NAME)
+    remove_job(backend, NAME, log=print)
     assert not cluster.objects["trainingruntimes"]
 
 
@@ -138,12 +138,12 @@ def test_an_upgrade_to_another_kind_of_job_keeps_the_healthy_one(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     """Two jobs of one run would take it from each other."""
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     cluster.condition(NAME, "Running")
-    ensure_job(backend, job(kind="TrainJob"))
+    ensure_job(backend, job(kind="TrainJob"), log=print)
     assert not cluster.objects["trainjobs"]
     assert phase(backend) == "running"
-    ensure_job(backend, job(kind="TrainJob", workers=2))
+    ensure_job(backend, job(kind="TrainJob", workers=2), log=print)
     assert not cluster.objects["pytorchjobs"]
     assert cluster.objects["trainjobs"].keys() == {NAME}
 
@@ -182,9 +182,9 @@ def test_without_kueue_no_job_is_queued(backend: KubeflowBackend) -> None:
 
 
 def test_a_job_that_exists_is_adopted(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     cluster.condition(NAME, "Running")
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     assert cluster.objects["pytorchjobs"][NAME]["spec"] == build_pytorchjob(job())["spec"]
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
 
@@ -194,19 +194,19 @@ def test_a_job_of_other_resources_or_another_workflow_is_replaced(
 ) -> None:
     """Deleting the old workflow would delete the job with it."""
     old = job(owner=Owner("bapo-1", "u-1"))
-    ensure_job(backend, old)
+    ensure_job(backend, old, log=print)
     cluster.condition(NAME, "Running")
     new = job(owner=Owner("bapo-2", "u-2"))
-    ensure_job(backend, new)
+    ensure_job(backend, new, log=print)
     assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(new)
-    ensure_job(backend, job(workers=3))
+    ensure_job(backend, job(workers=3), log=print)
     assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(job(workers=3))
 
 
 def test_a_new_job_waits_until_the_old_one_of_its_name_is_deleted(
     cluster: FakeKubernetes, backend: KubeflowBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     cluster.objects["pytorchjobs"][NAME]["metadata"]["deletionTimestamp"] = "2026-11-21T18:00:00Z"
     state = backend.state(NAME)
     assert state is not None
@@ -217,7 +217,7 @@ def test_a_new_job_waits_until_the_old_one_of_its_name_is_deleted(
         cluster.objects["pytorchjobs"].pop(NAME, None)
 
     monkeypatch.setattr(backends.time, "sleep", finish_deletion)
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     assert "deletionTimestamp" not in cluster.objects["pytorchjobs"][NAME]["metadata"]
 
 
@@ -225,9 +225,9 @@ def test_a_new_job_waits_until_the_old_one_of_its_name_is_deleted(
 def test_a_job_that_has_finished_is_replaced(
     cluster: FakeKubernetes, backend: KubeflowBackend, end: str
 ) -> None:
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     cluster.condition(NAME, end)
-    ensure_job(backend, job(workers=2))
+    ensure_job(backend, job(workers=2), log=print)
     assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(job(workers=2))
 
 
@@ -344,7 +344,7 @@ def test_the_job_of_another_workflow_is_left_alone(
     backend.create(own)
     assert state_of(backend).workflow == "team/bapo-1"
     backend.delete(NAME, "team/bapo-2")
-    remove_job(backend, NAME, "team/bapo-2")
+    remove_job(backend, NAME, "team/bapo-2", log=print)
     assert state_of(backend).workflow == "team/bapo-1"
     plural = f"{kind.lower()}s"
     if kind == "TrainJob":
@@ -357,7 +357,7 @@ def test_the_job_of_another_workflow_is_left_alone(
     assert state_of(backend).workflow == "team/bapo-1", "a job of an earlier version has an owner"
     backend.delete(NAME, "team/bapo-2")
     assert NAME in cluster.objects[plural]
-    remove_job(backend, NAME, "team/bapo-1")
+    remove_job(backend, NAME, "team/bapo-1", log=print)
     assert NAME not in cluster.objects[plural]
 
 
@@ -411,7 +411,7 @@ def test_jobs_are_removed_without_the_right_to_read_logs_and_events(
     cluster.pod(NAME, phase="Failed", containerStatuses=[_container(ended)])
     assert _reason(backend) == f"{NAME}-worker-0 exited with 1 (Error)"
     assert {request.rpartition("/")[2] for request in cluster.requests} >= {"log", "events"}
-    remove_job(backend, NAME)
+    remove_job(backend, NAME, log=print)
     assert backend.state(NAME) is None
 
 
@@ -430,13 +430,15 @@ def test_removing_a_job_waits_for_its_end(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     backend.create(job())
-    remove_job(backend, NAME)
+    remove_job(backend, NAME, log=print)
     assert backend.state(NAME) is None
-    remove_job(backend, NAME)  # a job that does not exist counts as removed
+    remove_job(backend, NAME, log=print)  # a job that does not exist counts as removed
     backend.create(job())
     cluster.finalizer = True
+    lines: list[str] = []
     with pytest.raises(BapoError, match=f"{NAME} was deleted but still exists"):
-        remove_job(backend, NAME)
+        remove_job(backend, NAME, log=lines.append)
+    assert lines == [f"waiting until job {NAME}, which is waiting, is deleted"]
 
 
 def test_only_our_own_jobs_are_listed(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
@@ -507,7 +509,7 @@ def test_a_job_whose_creation_was_reported_as_an_error_is_adopted(
     cluster.objects["pytorchjobs"][NAME] = build_pytorchjob(job())
     cluster.refusals = [Refusal(500, "connection to etcd lost", method="POST")]
     cluster.requests.clear()
-    ensure_job(backend, job())
+    ensure_job(backend, job(), log=print)
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
 
 

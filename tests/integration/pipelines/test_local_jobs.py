@@ -120,7 +120,7 @@ def test_a_job_whose_files_a_power_loss_damaged_has_failed_and_is_replaced(
     assert state is not None
     assert (state.phase, f"{NAME}/{file} is damaged" in state.reason) == ("failed", True)
     assert backend.jobs() == ({} if file == MANIFEST else {NAME: "local"})
-    ensure_job(backend, job("pass"))
+    ensure_job(backend, job("pass"), log=print)
     assert final_state(backend).phase == "succeeded"
 
 
@@ -146,7 +146,7 @@ def test_removing_a_job_stops_all_of_its_processes(backend: LocalBackend, tmp_pa
         assert time.monotonic() < deadline
         time.sleep(0.05)
         pids = list((tmp_path / NAME).glob("volumes-*/scratch/*"))
-    remove_job(backend, NAME)
+    remove_job(backend, NAME, log=print)
     assert backend.state(NAME) is None
     assert not any(psutil.pid_exists(int(path.name)) for path in pids)
 
@@ -159,7 +159,7 @@ def test_a_job_whose_operator_was_killed_has_failed_and_is_replaced(
     state = final_state(backend)
     assert state.phase == "failed"
     assert "its operator was killed" in state.reason
-    ensure_job(backend, job("print('again')"))
+    ensure_job(backend, job("print('again')"), log=print)
     assert final_state(backend).phase == "succeeded"
 
 

@@ -47,6 +47,8 @@ class ScriptedBackend:
 
     script: list[JobState | None] = field(default_factory=list)
     created: list[TrainingJob] = field(default_factory=list)
+    exists: bool = False
+    """Whether the job exists, so that none can be created."""
     deleted: list[str] = field(default_factory=list)
     without_pipeline: list[str] = field(default_factory=list)
     ended_workflows: list[str] = field(default_factory=list)
@@ -54,8 +56,12 @@ class ScriptedBackend:
     """Whether Kueue manages the jobs."""
     workflow: str | None = None
     """Workflow of the job."""
+    spec_hash: str = ""
 
     def create(self, job: TrainingJob) -> bool:
+        if self.exists:
+            self.spec_hash = job.spec_hash
+            return False
         self.created.append(job)
         return True
 
@@ -63,7 +69,7 @@ class ScriptedBackend:
         if not self.script or name in self.deleted:
             return None
         state = self.script.pop(0) if len(self.script) > 1 else self.script[0]
-        return state and replace(state, workflow=self.workflow)
+        return state and replace(state, workflow=self.workflow, spec_hash=self.spec_hash)
 
     def delete(self, name: str, workflow: str | None = None) -> None:
         if workflow is None or self.workflow in (None, workflow):
@@ -124,7 +130,13 @@ def make_request(context: PipelineContext, small_model: Any, *overrides: str) ->
 
 
 def open_run(context: PipelineContext, small_model: Any, *overrides: str) -> RunConfig:
-    return steps.open_run(context, make_request(context, small_model, *overrides))
+    return open_run_of(context, jobs_of(), small_model, *overrides)
+
+
+def open_run_of(
+    context: PipelineContext, jobs: TrainerJobs, small_model: Any, *overrides: str
+) -> RunConfig:
+    return steps.open_run(context, jobs, make_request(context, small_model, *overrides))
 
 
 def jobs_of(backend: ScriptedBackend | None = None, **options: Any) -> TrainerJobs:
@@ -674,7 +686,7 @@ def test_orphans_are_jobs_without_an_active_run_and_runs_without_a_pipeline(
     assert orphans.runs == {name: "team/bapo-1", waiting_run.buffer.run: "team/bapo-2"}
     # A third pipeline takes the second run over before the reaper stops it.
     waiting_run.buffer.take_turn(workflow="team/bapo-3", instead_of="team/bapo-2")
-    steps.remove_orphans(context.buffer, backend, orphans)
+    steps.remove_orphans(context.buffer, backend, orphans, print)
     assert sorted(backend.deleted) == [deleted, job]
     context.buffer.run = name
     stopped = context.buffer.run_state().stopped
@@ -755,6 +767,57 @@ def test_a_second_pipeline_of_the_name_ends_without_touching_the_run(
     assert two.lines[-1] == (
         f"workflow team/bapo-1 trains run {name}, which is left as it is: running"
     )
+
+
+def test_a_second_pipeline_that_did_not_find_the_run_yet_changes_nothing(
+    two: TwoPipelines, small_model: Any
+) -> None:
+    """Both were started at the same time, and the second one prepared its run for longer."""
+    for step_count in ("6", "9"):
+        with pytest.raises(BapoError, match=ANOTHERS):
+            open_run_of(two.second, two.jobs, small_model, f"steps={step_count}")
+    with pytest.raises(ServiceError, match="workflow team/bapo-1 trains it") as refused:
+        two.second.buffer.change_config({"steps": 9}, workflow="team/bapo-2")
+    assert refused.value.status == 409
+    two.check_first()
+    state = two.first.buffer.run_state()
+    assert (state.attempt, state.config.steps, state.changes) == (1, 6, [])
+
+
+@pytest.mark.parametrize("begun_by_fork", [False, True])
+def test_a_run_belongs_to_the_pipeline_that_created_it_before_it_is_trained(
+    context: PipelineContext, small_model: Any, stack: Endpoints, begun_by_fork: bool
+) -> None:
+    first = replace(context, workflow="team/bapo-1")
+    second = replace(context, workflow="team/bapo-2")
+    backend = ScriptedBackend()
+    if begun_by_fork:
+        driver = Driver(stack, small_config(f"parent-of-{context.buffer.run}"))
+        driver.client.fork_run(
+            wire.ForkRequest(name=context.buffer.run, step=0, workflow="team/bapo-1")
+        )
+        driver.client.stop()  # so that it is not in front of its fork
+    else:
+        open_run_of(first, jobs_of(backend), small_model)
+    name = context.buffer.run
+    refusal = f"run '{name}' is created, and workflow team/bapo-1 trains it"
+    for refused in (steps.check_run, steps.take_turn):
+        with pytest.raises(BapoError, match=refusal):
+            refused(second, jobs_of(backend))
+    with pytest.raises(ServiceError, match=refusal):
+        second.buffer.take_turn(reopen=True, workflow="team/bapo-2", instead_of=None)
+    with pytest.raises(ServiceError, match=refusal):
+        second.buffer.change_config({"steps": 9}, workflow="team/bapo-2")
+    steps.stop_run(second, "its pipeline was terminated")
+    assert first.buffer.run_state().status == "created"
+    # It is free once its pipeline has ended, with a stop or without one.
+    backend.ended_workflows.append("team/bapo-1")
+    steps.check_run(second, jobs_of(backend))
+    steps.stop_run(first, "its pipeline was terminated")
+    assert first.buffer.run_state().status == "stopped"
+    backend.ended_workflows.clear()
+    steps.take_turn(second, jobs_of(backend))
+    assert second.buffer.run_state().workflow == "team/bapo-2"
 
 
 def test_a_pipeline_takes_over_the_run_of_one_that_has_ended(two: TwoPipelines) -> None:
@@ -895,6 +958,23 @@ def test_restarts_between_which_steps_are_trained_are_none_too_many(
     with pytest.raises(BapoError, match="restarted 4 times without a training step"):
         train(context, backend)
     assert backend.restarts == 13, "nine restarts with steps, and four without"
+
+
+@pytest.mark.parametrize("restarts", [1, 4, 9])
+def test_restarts_of_an_adopted_job_before_its_last_step_do_not_count(
+    context: PipelineContext, small_model: Any, restarts: int
+) -> None:
+    """A TrainJob counts all of its restarts, those of earlier segments of the pipeline too."""
+    open_run(context, small_model)
+    running = JobState("running", restarts=restarts)
+    script: list[JobState | None] = [running] * 5
+    script += [replace(running, restarts=restarts + more) for more in (1, 2, 3)]
+    reached = JobState("failed", "reached")
+    with pytest.raises(BapoError, match="failed: reached"):
+        train(context, ScriptedBackend([*script, reached], exists=True))
+    script.append(replace(running, restarts=restarts + 4))
+    with pytest.raises(BapoError, match="restarted 4 times without a training step"):
+        train(context, ScriptedBackend([*script, reached], exists=True))
 
 
 def test_a_restart_does_not_set_back_the_time_that_a_job_waits(
