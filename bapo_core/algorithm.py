@@ -131,7 +131,7 @@ def _compute_r_tot(config: RunConfig, state: StepState) -> float:
 
 
 def _compute_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
-    """Returns the accuracies of groups that are stored and replayed: [c2, c3].
+    """Returns the window [c2, c3]: groups with an accuracy in it are stored and replayed.
 
     Where all mixed groups may be replayed, no window chooses; it returns the accuracies that mixed
     groups have while rewards are 1 and 0.

@@ -35,7 +35,7 @@ class Section(BaseModel):
 
 
 class Kinds:
-    """The kinds of a section, each of which has keys of its own.
+    """The kinds of a section. Each kind has keys of its own.
 
     Marks the annotation of a field, as in `Annotated[A | B, Kinds(A | B)]`. The section's value at
     `key` selects its model, and the first kind is the default. The name of a kind alone stands for
@@ -70,7 +70,7 @@ class Kinds:
 
     @property
     def names(self) -> list[str]:
-        """The names of all kinds, with those of plug-ins last."""
+        """The names of all kinds: the built-in ones, then the plug-ins'."""
         added = plug_in_names(self._plug_ins) - self.sections.keys() if self._plug_ins else ()
         return [*self.sections, *sorted(added)]
 

@@ -194,8 +194,8 @@ class ResponseReplayConfig(Section):
     X3, whose groups are whole, and take none of the batch's places."""
 
     groups: Literal["all", "unsolved", "revisited"] = "all"
-    """Fresh groups that get them: `all` (RePO); those without a correct response, `unsolved`
-    (ARPO); or those whose prompts were drawn for their past successes, `revisited` (ExGRPO, with
+    """Fresh groups that get them: `all` (RePO); `unsolved`, without a correct response (ARPO); or
+    `revisited`, whose prompts were drawn for their past successes (ExGRPO, with
     `sampler.kind: exgrpo`)."""
     candidates: int = Field(16, ge=1)
     """Newest responses to a prompt that are candidates (RePO: 16; ARPO: 8)."""

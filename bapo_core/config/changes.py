@@ -256,7 +256,7 @@ class ConfigHistory:
 
 
 def values_of_user(config: RunConfig) -> dict[str, Any]:
-    """Returns the values of a configuration that are not those of its algorithm's preset.
+    """Returns the values in which a configuration differs from its algorithm's preset.
 
     They are what a file would have to set for this configuration.
     """

@@ -17,7 +17,7 @@ class GroupAdvantageConfig(Section):
 
     estimator: Literal["group"] = "group"
     scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation to divide by: that of the group's rewards (Eq. 2), of all rewards of the
+    """Standard deviation to divide by: of the group's rewards (Eq. 2), of all rewards of the
     batch (LitePPO, arXiv 2508.08221), or none (Dr. GRPO, arXiv 2503.20783)."""
     std: Literal["population", "sample"] = "population"
     """Normalisation of group advantages: (r - mean) / sqrt(var + eps) (`population`, Eq. 2); or by

@@ -94,8 +94,8 @@ def merge(
 def _lay(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of layers, each over those before, and all over the default kinds.
 
-    The kinds are those of the layers below a value, so that a file can set a key of the kind that
-    its preset names, and lose it by an override with another kind.
+    A value has the kind that the layers below it give, so that a file can set a key of the kind
+    that its preset names, and lose it by an override with another kind.
     """
     values = _default_kinds(RunConfig)
     for layer in layers:
@@ -211,7 +211,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def read_values(path: str | Path | None) -> dict[str, Any]:
-    """Reads the values that a YAML file sets, without those of a preset or of the defaults.
+    """Reads the values that a YAML file sets, without the preset's values and the defaults.
 
     path: None for an empty file. Raises `ConfigError` if it cannot be read or parsed.
     """

@@ -16,7 +16,7 @@ from bapo_core.config.objectives import (
 
 
 class SourceLossConfig(Section):
-    """The policy loss of the responses of one source, where it differs from that of the others."""
+    """The policy loss of the responses of one source, where it differs from the other sources'."""
 
     coefficient: float = Field(1.0, ge=0.0)
     """Factor of the policy loss."""
@@ -97,8 +97,8 @@ class BehaviorConfig(Section):
 
 
 class DecoupledConfig(_Weighted):
-    """As `prox_current`, but X3 has the trainer's weights at the step of its rollout in place of
-    theta_t (authors' code)."""
+    """As `prox_current`, but the proximal policy of a replayed group (X3) is the trainer's policy
+    at the step in which the group was rolled out, instead of theta_t (authors' code)."""
 
     kind: Literal["decoupled"] = "decoupled"
 

@@ -109,7 +109,7 @@ class ClipCovConfig(Section):
     fraction: float = Field(2e-4, gt=0.0, lt=1.0)
     """Share of the update's tokens whose gradient is cut off (paper: 2e-4)."""
     covariances: tuple[float, float] = (1.0, 5.0)
-    """Covariances between which those tokens are drawn at random (authors' code: 1, 5)."""
+    """Range of the covariances of the tokens that are drawn at random (authors' code: 1, 5)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ClipCovConfig:
@@ -124,7 +124,7 @@ class KlCovConfig(Section):
 
     kind: Literal["kl_cov"] = "kl_cov"
     fraction: float = Field(2e-4, gt=0.0, lt=1.0)
-    """Share of the update's tokens that are penalised: those of the largest covariance (authors'
+    """Share of the update's tokens that are penalised, from the largest covariance on (authors'
     code: 2e-4)."""
     coefficient: float = Field(1.0, gt=0.0)
     """beta, the coefficient of the penalty (authors' code: 1)."""
@@ -161,7 +161,7 @@ class AdaptiveClippingConfig(Section):
     order: Literal["upper_first", "lower_first"] = "upper_first"
     """Bound that is moved first, up to its last value (paper: upper; authors' code: lower)."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Dual clip, as that of PPO; null turns it off (authors' code: 3)."""
+    """Dual clip, as in PPO; null turns it off (authors' code: 3)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> AdaptiveClippingConfig:

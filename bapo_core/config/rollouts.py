@@ -58,7 +58,7 @@ class TaskConfig(Section):
     `hf://organisation/name[@revision][:split]`, `s3://bucket/key`, or `dataset:NAME` for what
     `bapo dataset upload` stored; null generates them, if the task can."""
     test_path: str | None = None
-    """Address of the held-out prompts, as that of the training prompts."""
+    """Address of the held-out prompts, in the forms of `train_path`."""
     solved_at: float | None = None
     """Reward of a verdict from which a response counts as correct, for tasks whose rewards are any
     numbers: for the accuracy k/G of a group and all that follows from it (difficulty, buffers,

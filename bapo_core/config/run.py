@@ -188,7 +188,7 @@ class RunConfig(Section):
 
     @property
     def replays_all_mixed(self) -> bool:
-        """Whether all groups whose rewards differ may be replayed, and not those in a window."""
+        """Whether all groups whose rewards differ may be replayed, not only groups in a window."""
         return self.replay.select in ("mixed", "effective_sample_size")
 
     @property

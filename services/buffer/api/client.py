@@ -105,7 +105,7 @@ class BufferClient:
         digest: str | None = None,
         source: str | None = None,
     ) -> None:
-        """Stores prompts in this order; those that the dataset has are kept as they are.
+        """Stores prompts in this order; prompts that the dataset has are kept as they are.
 
         digest: SHA-256 of all prompts, which the dataset then keeps to. source: address that they
         were read from. Raises `ServiceError` (409) if the dataset has another digest, or if a run
@@ -120,7 +120,7 @@ class BufferClient:
             start += len(part)
 
     def missing_images(self, digests: Sequence[str]) -> list[str]:
-        """Returns those digests of images that the object store does not have."""
+        """Returns the digests of the images that the object store does not have."""
         missing: list[str] = []
         for start in range(0, len(digests), IMAGES_PER_REQUEST):
             body = wire.ImageDigests(digests=list(digests[start : start + IMAGES_PER_REQUEST]))
@@ -189,7 +189,7 @@ class BufferClient:
         return self._call(wire.RunState, "POST", path, json=request.model_dump())
 
     def runs(self, status: wire.Status | None = None) -> list[wire.RunState]:
-        """Returns all runs, or those with a status, newest first."""
+        """Returns all runs, or the runs with a status, newest first."""
         return list(self._get_all(wire.RunState, "runs", status=status, limit=1000))
 
     def store_config(self, name: str, text: str) -> wire.NamedConfig:
@@ -659,7 +659,7 @@ class BufferClient:
         return self._call(wire.TokenView, "DELETE", f"/v1/tokens/{token_id}")
 
     def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
-        """Lists objects that no row refers to; deletes those older than a day unless `dry_run`."""
+        """Lists objects that no row refers to, and deletes them after a day unless `dry_run`."""
         query = {"dry_run": dry_run}
         return self._call(wire.Garbage, "POST", "/v1/gc", params=query, timeout=UNHURRIED)
 

@@ -129,7 +129,7 @@ class DatasetUpload(Wire):
         pattern=r"^[^\x00]+$",
         examples=["s3://data/sums.jsonl"],
     )
-    """Address that the prompts were read from; that of the first upload is kept."""
+    """Address that the prompts were read from at the first upload."""
 
 
 class DatasetState(Wire):
@@ -184,7 +184,7 @@ class RunCreate(Wire):
     """Dataset of the training prompts, uploaded before."""
     test_datasets: dict[SetName, DatasetName]
     """Dataset of the held-out prompts of each evaluation set, uploaded before, by the set's name:
-    those of `evaluation.sets`, or `test` without any."""
+    each of `evaluation.sets`, or `test` without any."""
     workflow: Workflow | None = None
     """Argo workflow that is about to train the run."""
 
@@ -339,7 +339,7 @@ class ForkOrigin(Wire):
 
 
 class ForkRequest(Wire):
-    """A new run whose past is that of another run."""
+    """A new run that shares the past of another run."""
 
     name: str = Field(pattern=RUN_NAME)
     """Name of the new run."""
@@ -350,7 +350,7 @@ class ForkRequest(Wire):
     are composed of them by the fork's own rules. Null rolls out all steps after `step`."""
     values: dict[str, Any] = {}
     """Values of the configuration that are others from the next step on, by section as in a file.
-    If they name an algorithm, those of its preset hold where the run had those of its own."""
+    If they name an algorithm, the values of its preset hold where the run had its own preset's."""
     workflow: Workflow | None = None
     """Argo workflow that is about to train the new run."""
 
@@ -727,7 +727,7 @@ def accuracy(bins: Sequence[int]) -> float:
 
 
 class RolloutProgress(Wire):
-    """How many groups of one kind are recorded, of those that a run waits for."""
+    """How many groups of one kind are recorded, and for how many a run waits."""
 
     kind: Kind
     """Purpose of the rollouts: fresh, reevaluation or evaluation."""
@@ -981,7 +981,7 @@ class PromptDraw(PromptPosterior):
     candidates: int
     """Number of candidates of a generation round, drawn uniformly from the dataset."""
     prompts_per_round: int
-    """Number of candidates that are rolled out: those of the first ranks."""
+    """Number of candidates that are rolled out, from the first rank on."""
     generation_round: int | None = None
     """Generation round, from 0, that drew the prompt or that it was a candidate of; null if it was
     of none."""
@@ -1520,7 +1520,7 @@ class Garbage(Wire):
     """Objects without a row, and rows without their object."""
 
     orphans: list[str]
-    """Keys of objects that no row refers to; with `dry_run=false`, of those that were deleted."""
+    """Keys of objects that no row refers to; with `dry_run=false`, of the deleted objects."""
     objects: int
     """Number of objects of all runs and models."""
     missing: list[str]
