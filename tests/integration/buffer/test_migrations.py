@@ -18,7 +18,7 @@ from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
-from bapo_core.config import config_from, parse_values
+from bapo_core.config import config_from, flatten, parse_values
 from bapo_core.config.batches import (
     GaussianFilterConfig,
     HighQualityBufferConfig,
@@ -213,6 +213,48 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         stored["adaptive"] |= {"c2_range": [0.125, 0.5], "c3_range": [0.25, 0.625]}
         assert row == (stored, 2)
         assert list(connection.execute("select part, step from activity")) == [("trainer", 3)]
+
+
+def lay_over(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested values with changes, without what `merge` knows of today's sections."""
+    laid = {
+        key: lay_over(values.get(key) or {}, change) if isinstance(change, dict) else change
+        for key, change in changes.items()
+    }
+    return {**values, **laid}
+
+
+def test_the_configuration_of_every_preset_keeps_its_values(database: str) -> None:
+    """Configurations as they were stored before sections had kinds become today's presets.
+
+    A stored run keeps its value of the one default that has changed since.
+    """
+    stored = json.loads((Path(__file__).parent / "older_presets.json").read_text())
+    default = stored.pop("default")
+    upgrade(database, "0016")
+    with psycopg.connect(plain(database)) as connection:
+        for name, changes in stored.items():
+            connection.execute(
+                "insert into run (name, config, train_dataset, test_datasets, status, current_step,"
+                " attempt) values (%s, %s, 'a', '{\"test\": \"b\"}', 'stopped', 0, 1)",
+                [name.replace("_", "-"), json.dumps(lay_over(default, changes))],
+            )
+    upgrade(database)
+    engine = create_engine(database)
+    different = {}
+    with Session(engine) as session:
+        for name in stored:
+            migrated = flatten(
+                get_run(session, name.replace("_", "-")).config.model_dump(mode="json")
+            )
+            new = flatten(config_from({"algorithm": name}).model_dump(mode="json"))
+            different[name] = {
+                key: (migrated.get(key), new.get(key))
+                for key in {*migrated, *new}
+                if migrated.get(key) != new.get(key)
+            }
+    engine.dispose()
+    assert different == {name: {"loss.minibatch_norm": ("actual", "nominal")} for name in stored}
 
 
 def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> None:
