@@ -58,6 +58,7 @@ __all__ = [
     "compose",
     "demonstration_joins",
     "draw_reevaluated",
+    "find_candidates",
     "get_batch_rule",
     "receives_replayed",
     "settle",
@@ -71,11 +72,17 @@ BufferChanges = Mapping[BufferName, Sequence[BufferChange]]
 # ---- the batch of a step ------------------------------------------------------------------------
 
 
-def compose(config: RunConfig, state: StepState) -> Composition:
+def compose(
+    config: RunConfig, state: StepState, *, left_out: Mapping[int, str] | None = None
+) -> Composition:
     """Composes the batch of X1 (filtered fresh), X2 (promoted) and X3 (replayed).
 
     Replayed responses and demonstrations join the fresh groups of their prompts.
+
+    left_out: for a batch rule, why it does not replay entries of B_high that Algorithm 1 might
+    have, by the group's id.
     """
+    left_out = left_out or {}
     r_tot = _compute_r_tot(config, state)
     window = _compute_window(config, r_tot)
     selects_mixed = config.replays_all_mixed
@@ -83,18 +90,9 @@ def compose(config: RunConfig, state: StepState) -> Composition:
     joined = {group.group_id for group in state.fresh if _is_joined(config, state, group)}
     x1 = _filter_fresh(config, state, responses, joined)
     x2 = _promote(config, state)
-    candidates: list[GroupSummary] = []
-    if config.replays_at(state.step):
-        max_age = config.high_quality_buffer.max_age
-        limits = None if selects_mixed else window
-        candidates = eligible_high(state.high, step=state.step, window=limits, max_age=max_age)
-        if config.replay.select == "effective_sample_size":
-            candidates = find_effective(
-                candidates,
-                step=state.step,
-                decay=state.ess_decay,
-                min_ess_fraction=config.replay.min_ess_fraction,
-            )
+    candidates = [
+        entry for entry in _find_candidates(config, state, window) if entry.group_id not in left_out
+    ]
     batch = build_batch(
         x1,
         x2,
@@ -115,8 +113,36 @@ def compose(config: RunConfig, state: StepState) -> Composition:
     batch = replace(batch, members=members)
     if config.response_replay.groups != "off":
         batch = add_responses(batch, responses, config.response_replay)
-    decisions = explain_composition(config, state, ComposedBatch(batch, x1, x2, candidates))
+    composed = ComposedBatch(batch, x1, x2, candidates, left_out)
+    decisions = explain_composition(config, state, composed)
     return Composition(batch, r_tot, _choose_supervised(config, state), decisions)
+
+
+def find_candidates(config: RunConfig, state: StepState) -> list[GroupSummary]:
+    """Returns the entries of B_high that X3 is drawn from (Eq. 7), oldest first.
+
+    They are in the replay window of the step and recent; none in a step without replay. Of a prompt
+    that is in the batch already, no entry is drawn.
+    """
+    return _find_candidates(config, state, _compute_window(config, _compute_r_tot(config, state)))
+
+
+def _find_candidates(
+    config: RunConfig, state: StepState, window: tuple[float, float]
+) -> list[GroupSummary]:
+    if not config.replays_at(state.step):
+        return []
+    max_age = config.high_quality_buffer.max_age
+    limits = None if config.replays_all_mixed else window
+    candidates = eligible_high(state.high, step=state.step, window=limits, max_age=max_age)
+    if config.replay.select == "effective_sample_size":
+        candidates = find_effective(
+            candidates,
+            step=state.step,
+            decay=state.ess_decay,
+            min_ess_fraction=config.replay.min_ess_fraction,
+        )
+    return candidates
 
 
 def _compute_r_tot(config: RunConfig, state: StepState) -> float:
@@ -320,8 +346,8 @@ def settle(
 class BatchRule:
     """A rule by which batches are composed and buffers are kept; the default is Algorithm 1.
 
-    A rule need not start anew: it may call `compose` with another state, for example with fewer
-    entries of B_high, or change what `compose` returns.
+    A rule need not start anew: it may call `compose` with entries of B_high that are left out, or
+    with another state, or change what `compose` returns.
     """
 
     compose: Callable[[RunConfig, StepState], Composition] = compose

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bapo_core.buffers import dedup_key, is_replayable, predict_ess_fraction
@@ -24,6 +24,8 @@ class ComposedBatch:
     """The re-evaluated groups that were promoted."""
     candidates: Sequence[GroupSummary]
     """The entries of B_high that X3 was drawn from."""
+    left_out: Mapping[int, str]
+    """Why a batch rule has left out other entries of B_high, by the group's id."""
 
     def ids_from(self, source: Source) -> set[int]:
         """Returns the ids of the whole groups of one source."""
@@ -189,6 +191,8 @@ class _Explainer:
                 outcome, reason = "used", f"{_score(entry)}, {inside}{self._explain_share(entry)}"
             elif not is_replayable(entry, limits):
                 reason = f"{_score(entry)}, {outside}"
+            elif entry.group_id in self._composed.left_out:
+                reason = f"{_score(entry)}: {self._composed.left_out[entry.group_id]}"
             elif entry.group_id not in candidates:
                 reason = f"{_score(entry)}: {self._explain_distance(entry)}"
             elif entry.prompt_uid in self._source_of:

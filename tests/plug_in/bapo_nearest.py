@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pydantic import Field
 
-from bapo_core.algorithm import BatchRule, Composition, Decision, StepState, compose
+from bapo_core.algorithm import BatchRule, Composition, StepState, compose, find_candidates
 from bapo_core.config import RunConfig
 from bapo_core.config.batches import BatchConfig
-from bapo_core.types import Source
 
 
 class NearestConfig(BatchConfig):
@@ -18,21 +15,13 @@ class NearestConfig(BatchConfig):
 
 
 def compose_nearest(config: RunConfig, state: StepState) -> Composition:
-    """Composes the batch of Algorithm 1 from the `most` entries of B_high nearest to 1/2."""
+    """Composes the batch of Algorithm 1 with replays of the `most` candidates nearest to 1/2."""
     assert isinstance(config.batch, NearestConfig)
     most = config.batch.most
-    kept = sorted(state.high, key=lambda entry: abs(entry.accuracy - 0.5))[:most]
-    in_order = [entry for entry in state.high if entry in kept]
-    composition = compose(config, replace(state, high=in_order))
-    if not config.replays_at(state.step):
-        return composition
-    reasons = {}
-    for entry in state.high:
-        if entry not in kept:
-            result = f"{entry.correct} of {entry.size} correct at step {entry.step}"
-            reason = f"{result}: {most} entries are nearer to half (batch.most)"
-            reasons[entry.prompt_uid] = Decision(Source.REPLAYED, "not_used", reason, entry)
-    return replace(composition, decisions=composition.decisions.adding(reasons))
+    candidates = find_candidates(config, state)
+    candidates.sort(key=lambda entry: abs(entry.accuracy - 0.5))
+    reason = f"{most} candidates are nearer to half (batch.most)"
+    return compose(config, state, left_out={entry.group_id: reason for entry in candidates[most:]})
 
 
 RULE = BatchRule(compose=compose_nearest)

@@ -93,8 +93,8 @@ MUTATIONS = {
         "window=limits, max_age=None)",
     ),
     "replay begins a step later": (
-        "if config.replays_at(state.step):",
-        "if config.replays_at(state.step + 1):",
+        "if not config.replays_at(state.step):",
+        "if not config.replays_at(state.step + 1):",
     ),
     "the batch is full too early": (
         "capacity=config.batch_capacity",
@@ -117,7 +117,7 @@ MUTATIONS = {
     "r_tot forgets the step before": ("previous=state.r_tot_before", "previous=None"),
     "the mixed window has all groups": ("1 / size, (size - 1) / size", "0.0, 1.0"),
     "mixed groups are replayed by their accuracy": (
-        "limits = None if selects_mixed else window",
+        "limits = None if config.replays_all_mixed else window",
         "limits = window",
     ),
     "mixed groups are stored by their accuracy": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from bapo_core.algorithm import (
     Composition,
     StepState,
     compose,
+    find_candidates,
     get_batch_rule,
     settle,
 )
@@ -121,7 +123,7 @@ def test_the_code_of_the_page_does_what_its_comments_say(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "[1, 2]"
     assert printed[1] == "[('prompt:9', 'fresh'), ('prompt:3', 'replayed')]"
-    assert "1 entries are nearer to half" in printed[-1]
+    assert "1 candidates are nearer to half" in printed[-1]
 
 
 def test_the_rule_of_the_page_replays_no_group_twice() -> None:
@@ -222,13 +224,44 @@ def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
     assert replayed == [1, 3]
     decision = composition.decisions.on_prompt("stored:0")[Source.REPLAYED]
     assert decision.outcome == "not_used"
-    assert decision.reason.startswith("1 of 8 correct at step 2: 2 entries are nearer to half")
+    assert decision.reason.startswith("1 of 8 correct at step 2: 2 candidates are nearer to half")
     # What it does not replace, and without its limit all, is Algorithm 1's.
     window = composition.batch.window
     changes = rule.settle(config, state, window=window, supervised=())
     assert changes == settle(config, state, window=window, supervised=())
     unlimited = config.model_copy(update={"batch": config.batch.model_copy(update={"most": 64})})
     assert rule.compose(unlimited, state).batch == compose(unlimited, state).batch
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rule_that_leaves_entries_out_changes_neither_the_window_nor_other_reasons(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    config = configure(
+        batch={"rule": "nearest", "most": 2},
+        rollout={"prompts_per_step": 4, "group_size": 8},
+        replay={"window": {"r_tot": "buffer"}},
+    )
+    high = [
+        GroupSummary(number, f"stored:{number}", rng.randint(1, 8), rng.randint(1, 7), 8)
+        for number in range(12)
+    ]
+    state = StepState(step=9, fresh=[GroupSummary(20, "fresh:20", 9, 4, 8)], high=high)
+    candidates = find_candidates(config, state)
+    nearest = sorted(candidates, key=lambda entry: abs(entry.correct - 4))[:2]
+    composition, expected = get_batch_rule("nearest").compose(config, state), compose(config, state)
+    assert (composition.r_tot, composition.batch.window) == (expected.r_tot, expected.batch.window)
+    replayed = [m.group for m in composition.batch.members if m.source is Source.REPLAYED]
+    assert replayed == sorted(nearest, key=lambda entry: entry.group_id)
+    left_out = {entry.prompt_uid for entry in candidates} - {entry.prompt_uid for entry in nearest}
+    for entry in high:
+        reason = composition.decisions.on_prompt(entry.prompt_uid)[Source.REPLAYED].reason
+        if entry.prompt_uid in left_out:
+            assert "2 candidates are nearer to half (batch.most)" in reason
+        elif entry not in candidates:
+            on_prompt = expected.decisions.on_prompt(entry.prompt_uid)
+            assert reason == on_prompt[Source.REPLAYED].reason
 
 
 @pytest.mark.parametrize(
