@@ -615,6 +615,30 @@ def unread_parts(answer: Answer) -> Iterator[str]:
                     yield from unread_parts(cell)
 
 
+def is_arithmetic(answer: Answer) -> bool:
+    """Returns whether an answer or a part of it equates two numbers, as `10 + 5 = 15` does."""
+    match answer:
+        case Relation():
+            numbers = [isinstance(s, Value) and s.expression.is_number for s in answer.sides]
+            return set(answer.operators) == {"="} and sum(numbers) > 1
+        case Items() | Joined():
+            return any(map(is_arithmetic, answer.items))
+    return False
+
+
+def units_of(answer: Answer) -> Iterator[str]:
+    """Yields the units of an answer's values."""
+    match answer:
+        case Value():
+            yield answer.unit
+        case Items() | Joined():
+            for item in answer.items:
+                yield from units_of(item)
+        case Relation():
+            for side in answer.sides:
+                yield from units_of(side)
+
+
 def as_fraction(value: Value) -> Fraction | None:
     """Returns the exact value of a rational number; None for another value."""
     expression = value.expression

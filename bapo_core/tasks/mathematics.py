@@ -3,7 +3,8 @@ r"""Mathematics with a known answer, to which responses are compared.
 A payload is {"problem": text, "answer": reference answer in LaTeX or plain text}, the columns of
 the public datasets in the style of MATH. A list of reference answers holds alternatives, as in
 Minerva: a response that equals one of them is correct. Of a worked solution, the reference is the
-final answer: what follows the last `####`, as in GSM8K, or what is in its \boxed{...}, as in MATH.
+final answer: the rest of the line after the last `####`, as in GSM8K, or what is in its
+\boxed{...}, as in MATH.
 
 The answer of a response is the content of its last complete \boxed{...}. With `boxed_only: false`,
 that of a response without any \boxed is the last expression near its end that math-verify extracts.
@@ -46,6 +47,24 @@ _SOLUTION_MARK = "####"
 _BLANKS = re.compile(r"\s+")
 _MATHEMATICS = re.compile(r"[\\0-9^_{}=+]")
 """Characters of what is no mere word."""
+_COMMANDS = re.compile(
+    r"\\(?:text|textbf|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\."
+)
+"""LaTeX commands, with the text or the name that one of them has."""
+_WORD = re.compile(
+    r"(?<![A-Za-z0-9^_{])(?![A-Z]+\b)"
+    r"(?:[A-Za-z]*[AEIOUYaeiouy][A-Za-z]*(?<=[A-Za-z]{3})|to|by|in|of|at|is)"
+    r"(?![A-Za-z0-9^_}(])|\b[A-Za-z]:(?=\s)"
+)
+"""A word or a label such as `A: `, rather than a product such as `2xy` or the points `ABC`."""
+_NUMBER = re.compile(r"[0-9][0-9.,]*")
+_MATHEMATICAL_WORDS = frozenset(
+    re.findall(
+        "[a-z]+",
+        "and or sin cos tan cot sec csc arcsin arccos arctan exp log sqrt mod max min gcd lcm",
+    )
+)
+"""Words that structures and functions are written with."""
 _NUMERIC = re.compile(r"[-+0-9.,/ {}]*(?:\\frac[-0-9{}]+)?")
 """Characters of a number, which may be a fraction or a mixed number."""
 
@@ -163,22 +182,29 @@ class MathTask:
         return Verdict(0.0, VerdictStatus.WRONG_VALUE, answer, detail)
 
     def explain_reference(self, payload: Payload) -> str | None:
-        """Returns why a reference answer cannot be read as mathematics; None if it can.
+        """Returns why a reference answer is not one answer that can be read; None if it is.
 
-        Such a reference equals nothing but its own characters.
+        A reference that cannot be read as mathematics equals nothing but its own characters. One
+        that may be read in several ways refuses the result that its author means.
         """
-        from bapo_core.tasks.math_answers import unread_parts
+        from bapo_core.tasks.math_answers import is_arithmetic, unread_parts
 
         for text in _reference_answers(payload):
+            shown = f"{_BLANKS.sub(' ', text):.80}"
             if len(set(_boxes(text))) > 1:
-                return f"{text:.80} has several \\boxed{{...}} with different answers"
+                return f"{shown} has several \\boxed{{...}} with different answers"
             try:
-                unread = list(unread_parts(_read(text)[0]))
+                reading = _read(text)[0]
+                unread = list(unread_parts(reading))
             except Exception as error:  # noqa: BLE001 - as in `_compare`
-                return f"{text:.80} cannot be read as mathematics: {type(error).__name__}"
+                return f"{shown} cannot be read as mathematics: {type(error).__name__}"
             # Words, such as `\\text{even}`, need no reading.
             if any(map(_MATHEMATICS.search, unread)):
-                return f"{text:.80} cannot be read as mathematics"
+                return f"{shown} cannot be read as mathematics"
+            if is_arithmetic(reading):
+                return f"{shown} is an equation of numbers; keep only its result"
+            if _has_numbers_among_words(text, reading):
+                return f"{shown} has several numbers among words; keep only the answer"
         return None
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
@@ -245,12 +271,12 @@ def _boxes(text: str) -> Iterator[str]:
 def _final_answer(text: str) -> str:
     r"""Returns the final answer of a worked solution; other references as they are.
 
-    It follows the last mark `####`, or is what is in \boxed{...}. Several boxes with different
-    contents leave open which of them is the answer, so such a text is returned as it is.
+    It is the rest of the line after the last mark `####`, or what is in \boxed{...}. Several boxes
+    with different contents leave open which is the answer, so such a text is returned as it is.
     """
     _, mark, marked = text.rpartition(_SOLUTION_MARK)
     if mark:
-        return marked.strip()
+        return next(iter(marked.strip().splitlines()), "").strip()
     boxes = set(filter(None, _boxes(text)))
     return boxes.pop() if len(boxes) == 1 else text
 
@@ -259,6 +285,21 @@ def _reference_answers(payload: Payload) -> list[str]:
     """Returns the reference answers, one of which an answer must equal."""
     answers = payload["answer"]
     return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+def _has_numbers_among_words(text: str, reading: Any) -> bool:
+    """Returns whether a reference has several numbers, and words that are no units.
+
+    reading: what the reference was read as, in which words may have become products of letters.
+    """
+    from bapo_core.tasks.math_answers import units_of
+
+    plain = _COMMANDS.sub(" ", text)
+    if len(_NUMBER.findall(plain)) < 2:
+        return False
+    known = {word.casefold() for unit in units_of(reading) for word in unit.split()}
+    words = {word.casefold() for word in _WORD.findall(plain)}
+    return not words <= known | _MATHEMATICAL_WORDS
 
 
 def _depth(text: str) -> int:

@@ -32,7 +32,7 @@ class Dataset:
     too_long: int = 0
     """Number of prompts that were left out, because they have too many tokens."""
     unreadable: Sequence[tuple[int, str]] = ()
-    """(number of the row, reason) for each reference answer that the task cannot read."""
+    """(number of the row, reason) for each reference that the task cannot read as one answer."""
 
     @property
     def notes(self) -> str:
@@ -54,8 +54,8 @@ class Dataset:
         number, reason = self.unreadable[0]
         return (
             f"; the task cannot read the reference answers of {len(self.unreadable)} of "
-            f"{len(self.prompts)}, for example of row {number}: {reason}. They equal only their "
-            "own characters; `bapo dataset check` lists them"
+            f"{len(self.prompts)}, for example of row {number}: {reason}. Right answers may be "
+            "refused; `bapo dataset check` lists the rows"
         )
 
     @property

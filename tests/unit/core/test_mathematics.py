@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -164,6 +165,7 @@ def test_an_answer_that_equals_none_of_several_is_wrong() -> None:
         ("She sold 48/2 = <<48/2=24>>24 clips for $5.\nSo 48+24 = <<48+24=72>>72.\n#### 72", "72"),
         ("He pays $5*15 = $<<5*15=75.00>>75.00.\n#### 1,075 ", "1,075"),
         ("#### 3\n#### 4", "4"),
+        ("So 110.\n#### 110\nThe answer is: 110", "110"),  # as in MetaMathQA
         (r"We get $x=3$, so the answer is $\boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
         (r"Thus \boxed{7}. Again, \boxed{7}.", "7"),
         (["#### 2", r"so \boxed{3}"], ["2", "3"]),
@@ -180,12 +182,59 @@ def test_an_answer_is_text_a_number_or_a_list_of_those(answer: Any, parsed: Any)
         "He pays $5 for 15 days.\nSo $75.00",  # a solution without a mark
         r"Either \boxed{2} or \boxed{3}.",
         "She has 5 apples and 7 pears, so 12",
+        "He spends $5*15 = $75 and then 80",
+        "about 12 to 15",
+        "A: 5 = 10/2 and B: 7",
+        "2 hours 30 minutes",
+        "10+5=15",
+        "5*15 = 75",
+        r"0.56 = 56\%",
+        "x = 10/2 = 5",
+        ["2", "10+5=15"],
     ],
 )
 def test_a_solution_that_leaves_its_answer_open_is_reported(answer: str) -> None:
     payload = TASK.parse_row({"problem": "1+1?", "answer": answer})
     assert payload is not None
-    assert TASK.explain_reference(payload) is not None
+    reason = TASK.explain_reference(payload)
+    assert reason is not None
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_equation_of_random_numbers_is_reported_and_its_result_is_not(seed: int) -> None:
+    rng = random.Random(seed)
+    one, other = rng.randint(1, 999), rng.randint(1, 999)
+    sign, result = rng.choice([("+", one + other), ("-", one - other), ("*", one * other)])
+    equation = rng.choice(["{}{}{}={}", "{} {} {} = {}", "${} {} {} = ${}"])
+    equation = equation.format(one, sign, other, result)
+    assert verdict(equation, rf"\boxed{{{result}}}", TASK)[0] == 0.0
+    assert TASK.explain_reference({"answer": equation}) is not None
+    assert TASK.explain_reference({"answer": str(result)}) is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "1, 2 and 3",
+        "x=3 and y=4",
+        "12 or 13",
+        "3 apples and 4 pears",
+        "2 1/2 cups",
+        r"\frac{1}{7}\triangle ABC",
+        r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+        "2xy + 3ab",
+        "3 sin 2x",
+        "5 mod 7",
+        r"10^5\text{ J/kg}",
+        "x^2 + 3 = 5",
+        "f(2) = 7",
+        "3:4",
+        "x = y = 3",
+    ],
+)
+def test_a_reference_that_is_one_answer_is_not_reported(answer: str) -> None:
+    assert TASK.explain_reference({"answer": answer}) is None
 
 
 def test_the_references_of_the_public_sets_are_read_as_they_are() -> None:
