@@ -281,15 +281,27 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 def _refuse_fixed_in_forks(where: str, changed: Mapping[str, Any]) -> None:
     for key, value in changed.items():
-        if fnmatchcase(key, FREE_IN_FORKS):
-            continue
-        for pattern, depends in FIXED_IN_FORKS.items():
-            if fnmatchcase(key, pattern):
-                raise ConfigError(
-                    f"{where}: {key}={value} cannot change in a fork, because the past that it "
-                    f"shares depends on this key from step 1 on: {depends}; leave it as it is, or "
-                    "start a new run with `bapo run`"
-                )
+        depends = _what_past_depends_on(key)
+        if depends is not None:
+            raise ConfigError(
+                f"{where}: {key}={value} cannot change in a fork, because the past that it "
+                f"shares depends on this key from step 1 on: {depends}; leave it as it is, or "
+                f"{_NEW_RUN}"
+            )
+
+
+_NEW_RUN = (
+    "start a new run with `bapo run`, of the trained model by `bapo checkpoints RUN --export DIR` "
+    "and model.path=DIR"
+)
+
+
+def _what_past_depends_on(key: str) -> str | None:
+    """Returns what of a run's past depends on a key; None for one that a fork can change."""
+    if fnmatchcase(key, FREE_IN_FORKS):
+        return None
+    depends = (text for pattern, text in FIXED_IN_FORKS.items() if fnmatchcase(key, pattern))
+    return next(depends, None)
 
 
 def _refuse_other_checkpoint(where: str, before: RunConfig, after: RunConfig, step: int) -> None:
@@ -329,11 +341,17 @@ def refuse_fixed_keys(run: str, changed: Mapping[str, Any]) -> None:
     fixed = [f"{key}={value}" for key, value in changed.items() if not may_change(key)]
     if fixed:
         more = f" and {len(fixed) - 5} more" if len(fixed) > 5 else ""
+        past = {key: _what_past_depends_on(key) for key in changed}
+        refused = [f"{key} ({depends})" for key, depends in past.items() if depends is not None]
+        remedy = (
+            f"a fork cannot change {refused[0]} either; {_NEW_RUN}"
+            if refused
+            else f"for other keys, fork it: `bapo fork {run} --at STEP {fixed[0]}` makes a new run "
+            "with the same past up to this step"
+        )
         raise ConfigError(
             f"run {run!r} cannot change {', '.join(fixed[:5])}{more}: its steps would be of two "
-            f"methods or of two tasks; it may change {', '.join(CHANGEABLE)}; for other keys, "
-            f"fork it: `bapo fork {run} --at STEP {fixed[0]}` makes a new run with the same past "
-            "up to this step"
+            f"methods or of two tasks; it may change {', '.join(CHANGEABLE)}; {remedy}"
         )
 
 

@@ -24,6 +24,7 @@ from bapo_core.config import (
     override_config,
 )
 from bapo_core.config.changes import CHANGEABLE, values_at, values_of_user
+from bapo_core.config.loader import merge, nest
 
 INITIAL = config_from(
     {
@@ -151,6 +152,43 @@ def test_what_may_not_change_is_refused_with_the_remedy(
         config = INITIAL
     with pytest.raises(ConfigError, match=re.escape(message)):
         ConfigHistory(config).plan_change(values, trained)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout.group_size": 4},
+        {"rollout.max_prompt_tokens": 64},
+        {"lora.rank": 8},
+        {"model.path": "other"},
+        {"task.train_path": "other.jsonl"},
+        {"reward.correct": 2.0},
+        {"evaluation.samples": 2},
+        {"sync.every": 2, "rollout.group_size": 4},
+        {"sync.every": 2},
+        {"seed": 7},
+        {"rollout.prompts_per_step": 64},
+        {"rollout.max_response_tokens": 64},
+        {"fresh.filter": "none"},
+    ],
+    ids=str,
+)
+def test_a_fork_is_recommended_for_what_a_fork_may_change_alone(values: dict[str, Any]) -> None:
+    configs = ConfigHistory(load_config(None, ["name=words", "steps=12", "evaluation.every=4"]))
+    with pytest.raises(ConfigError, match="run 'words' cannot change") as refusal:
+        configs.plan_change(values, 4)
+    requested: dict[str, Any] = {}
+    for key, value in values.items():
+        requested = merge(requested, nest(key, value))
+    try:
+        configs.plan_fork(requested, 4, "fork")
+    except ConfigError as error:
+        assert "`bapo fork" not in str(refusal.value)
+        for message in (str(refusal.value), str(error)):
+            assert "start a new run with `bapo run`" in message
+            assert "`bapo checkpoints RUN --export DIR` and model.path=DIR" in message
+    else:
+        assert f"`bapo fork words --at STEP {next(iter(values))}=" in str(refusal.value)
 
 
 def test_a_run_may_end_with_the_step_that_it_is_at() -> None:
