@@ -70,11 +70,12 @@ export function explanations(steps, solvedAt) {
   const notes = [];
   const withSignal = sum(steps.map(mixed));
   const groups = sum(steps.map(({ bins }) => sum(bins)));
+  const length = steps.some(({ reward_parts: parts }) => "overlong" in parts);
   if (!steps.some(({ counts }) => counts.fresh || counts.reevaluated || counts.replayed))
     notes.push(
       withSignal
         ? `No step trained: the online filter (fresh.filter) kept none of the ${withSignal} groups whose rewards differ, of ${groups}.`
-        : "No step trained: the responses of each group had equal rewards, which have no gradient. Read them under Prompts.",
+        : `No step trained: the responses of each group had equal rewards${length ? " but for the punishment of length" : ""}, which have no gradient. Read them under Prompts.`,
     );
   const none = groups === sum(steps.map(({ bins }) => bins[0]));
   const all = groups === sum(steps.map(({ bins }) => bins.at(-1)));

@@ -32,6 +32,7 @@ from services.common.objectstore import BytesContent, ObjectStore
 from services.datasets import load_datasets, store_dataset
 from services.report.backtest_page import write_backtest
 from services.report.backtest_table import CAVEAT, tables_of
+from services.report.explanations import explain_equal_rewards
 from services.stack.stack import Endpoints
 from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
 from tests.integration.buffer.test_real_rewards import (
@@ -42,6 +43,7 @@ from tests.integration.buffer.test_real_rewards import (
     with_rewards,
 )
 from tests.integration.support.driver import Driver, small_config
+from tests.unit.buffer.test_step_view import step_view
 
 """The names of the program, those of the Makefile."""
 STEPS = 14
@@ -231,6 +233,9 @@ expect.set_options(timeout=EXPECT_MS)
 ACCESSIBILITY_ERRORS = Path(__file__).with_name("accessibility.js").read_text()
 PAYLOAD_LINE = """async (payload) =>
     (await import("/dashboard/views/pieces.js")).payloadText(payload)"""
+
+EXPLANATIONS = """async (steps) =>
+    (await import("/dashboard/steps.js")).explanations(steps, null)"""
 
 
 def uid_of(play: ImprovingRun) -> str:
@@ -616,6 +621,20 @@ def test_rewards_of_any_number_are_explained(
     assert page.evaluate(ACCESSIBILITY_ERRORS) == []
 
 
+@pytest.mark.parametrize("overlong", [False, True])
+def test_the_punishment_of_length_is_left_out_of_equal_rewards(
+    stack: Endpoints, page: Page, overlong: bool
+) -> None:
+    page.goto(stack.buffer_url)
+    parts = {"answer": 0.0} | ({"overlong": -0.2} if overlong else {})
+    counts = {"fresh": 0, "reevaluated": 0, "replayed": 0, "mixed": 0}
+    step = step_view(counts=counts, bins=[8, 0], reward_parts=parts)
+    (note,) = page.evaluate(EXPLANATIONS, [step.model_dump(mode="json")])
+    reason = note.removeprefix("No step trained: ").partition(".")[0]
+    assert ("but for the punishment of length" in reason) == overlong
+    assert explain_equal_rewards([step]).startswith(reason)
+
+
 def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
     ImprovingRun(stack, small_config("dashboard-empty"))
     for section, text in {
@@ -934,12 +953,13 @@ def test_changes_of_the_configuration_are_listed_and_marked_in_the_charts(
     stack: Endpoints, page: Page
 ) -> None:
     run = ImprovingRun(stack, small_config("dashboard-changed"))
+    run.hostile = "text"  # With two parts of the reward, one of which has a chart.
     for step in (1, 2, 3, 4):
         run.run_step(step)
     run.client.record_checkpoint(4, "c" * 64)
     visit(page, stack, "/runs/dashboard-changed")
     table = page.get_by_role("region", name="Changes of the configuration")
-    reward = page.get_by_role("slider", name="Reward")
+    reward = page.get_by_role("slider", name="Reward", exact=True)
     expect(reward).to_have_attribute("aria-valuemax", "4")
     expect(table).to_have_count(0)
     run.client.change_config({"steps": 20, "optimizer.learning_rate": 1e-5}, by="alice")
@@ -953,6 +973,8 @@ def test_changes_of_the_configuration_are_listed_and_marked_in_the_charts(
     expect(rows.nth(1)).to_contain_text("alice")
     mark = reward.locator("line.mark")
     expect(mark).to_have_count(1)
+    part = page.get_by_role("figure", name="Part of the reward")
+    expect(part.locator("line.mark")).to_have_count(1)
     expect(mark.locator("title")).to_have_text(
         "From step 5 on: optimizer.learning_rate 0.000001 → 0.00001, steps 12 → 20"
     )

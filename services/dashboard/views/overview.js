@@ -163,6 +163,7 @@ export function showOverview(visit) {
     const valueOf = partName === ACCURACY ? accuracy : (step) => step.reward_parts[partName] ?? null;
     charts.part.update({
       x: steps.map((step) => step.step),
+      marks: marksOf(visit.run),
       series: smoothLine(format.term(partName), steps.map(valueOf), "var(--blue)"),
     });
   }
