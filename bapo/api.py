@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo.frames import frame_of
@@ -16,6 +17,7 @@ from bapo_core.config import RunConfig, nest, override_config, read_values
 from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
 from services.cli.local_run import REPORTS, execute, prepare_new_run
+from services.cli.responses import stored_responses
 from services.cli.reward_files import pin_reward
 from services.cli.service import open_local_object_store
 from services.common.proxies import bypass_proxies
@@ -102,15 +104,18 @@ def evaluate(
     changes: Mapping[str, Any] | None = None,
     *,
     reward: RewardFunction | Sequence[RewardFunction] | None = None,
+    responses: str | os.PathLike[str] | None = None,
     **keys: Any,
 ) -> pandas.DataFrame:
     """Measures the accuracy of a model on the evaluation sets of a configuration.
 
-    Returns a row for each set: its accuracy and mean reward, and mean@n, pass@k and maj@k. No
-    service is needed.
+    Returns a row for each set: its accuracy and mean reward, and mean@n, pass@k and maj@k. What the
+    model wrote, with its verdicts, is written to a file of JSON lines, which
+    `pandas.read_json(file, lines=True)` and `bapo responses` read. No service is needed.
 
     model: a model directory, `tiny`, or an address such as `hf://organisation/name`. config,
-    changes, reward, keys: as for `train`.
+    changes, reward, keys: as for `train`. responses: the file of the responses; unless given,
+    `runs/eval-MODEL-TIME.jsonl`.
 
     Raises `BapoError` as `bapo eval` does.
     """
@@ -118,7 +123,14 @@ def evaluate(
 
     loaded = _load(config, {**(changes or {}), **keys}, reward)
     directory = find_model(os.fspath(model), default_home(), open_store=open_local_object_store)
-    evaluations = evaluate_directory(loaded, directory)
+    console, file = plain_console(), None if responses is None else Path(responses)
+    with stored_responses(directory, file, console) as keep:
+        evaluations = evaluate_directory(
+            loaded,
+            directory,
+            note=lambda text: console.print(f"note: {text}", soft_wrap=True),
+            keep=keep,
+        )
     rows = [
         {
             "set": evaluation.evaluation_set,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from rich.console import Console
 from rich.progress import track
 
 from bapo_core.config import RunConfig
@@ -24,8 +26,10 @@ from bapo_core.outcomes import has_answer
 from bapo_core.rewards import reward_parts, total_reward
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
-from services.buffer.api.wire import Evaluation, Response, Score
+from services.buffer.api.wire import Evaluation, Score
 from services.cli.console import plain_console
+from services.cli.progress import PLAIN_EVERY_S
+from services.cli.responses import SampledResponse
 from services.cli.reward_files import read_reward_file
 from services.cli.service import data_sources
 from services.common.images import decode_image
@@ -47,21 +51,6 @@ Value = TypeVar("Value")
 
 PROMPTS_AT_ONCE = 16
 """Prompts between two movements of the progress bar."""
-
-
-class SampledResponse(Response):
-    """A response of an evaluation, and the prompt that it answers."""
-
-    evaluation_set: str
-    """Name of the evaluation set."""
-    prompt_uid: str
-    """Identifier of the prompt."""
-    payload: dict[str, Any]
-    """The problem in the task's own format."""
-    index: int
-    """Index of the response among the responses to the prompt, from 0."""
-    tokens: int
-    """Number of its tokens."""
 
 
 def evaluate_directory(
@@ -298,16 +287,35 @@ def _generate(
     engine: TransformersEngine,
     requests: Sequence[PromptRequest],
 ) -> Iterator[GeneratedGroup]:
-    """Yields the group of each request in order, while a bar on standard error shows progress."""
+    """Yields the group of each request in order, and shows the progress on standard error."""
     sampling = Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
         max_tokens=config.rollout.max_response_tokens,
         group_size=settings.samples,
     )
-    starts = range(0, len(requests), PROMPTS_AT_ONCE)
-    console = plain_console(stderr=True)
-    for start in track(starts, settings.name, console=console, transient=True):
+    for start in show_progress(settings.name, len(requests), plain_console(stderr=True)):
         yield from engine.generate(
             requests[start : start + PROMPTS_AT_ONCE], sampling, policy_version=1
         )
+
+
+def show_progress(
+    name: str, prompts: int, console: Console, clock: Callable[[], float] = time.monotonic
+) -> Iterator[int]:
+    """Yields the position of every `PROMPTS_AT_ONCE`-th prompt, and shows how far that is.
+
+    A terminal has a bar; elsewhere a line is printed from time to time.
+
+    name: of the evaluation set. clock: returns seconds.
+    """
+    starts = range(0, prompts, PROMPTS_AT_ONCE)
+    if console.is_terminal:
+        yield from track(starts, name, console=console, transient=True)
+        return
+    last_line: float | None = None
+    for start in starts:
+        if last_line is None or clock() - last_line > PLAIN_EVERY_S:
+            last_line = clock()
+            console.print(f"{name}: {start} of {prompts} prompts", soft_wrap=True)
+        yield start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 
 import click
@@ -10,6 +9,7 @@ import click
 from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.options import ConfigArguments, config_arguments, json_option
+from services.cli.responses import stored_responses
 from services.cli.service import open_local_object_store
 from services.cli.suites import SUITES, suite_config
 from services.cli.tables import show
@@ -33,7 +33,8 @@ from services.stack.settings import default_home
     multiple=True,
     metavar="DIRECTORY|SET=ADDRESS",
     help="With --suite maths: a directory with aime24.json, amc.json, math500.json, minerva.json "
-    "and olympiad.json (or .jsonl, .parquet), or the address of one set. May be repeated.",
+    "and olympiad.json (or .jsonl, .parquet, and the names that MoPPS has, such as math.json), or "
+    "the address of one set. May be repeated.",
 )
 @click.option(
     "--blank-images",
@@ -73,8 +74,9 @@ def evaluate(
       bapo eval exported/ examples/countdown.yaml evaluation.samples=16 --json
       bapo eval tiny-vision examples/geometry.yaml --blank-images
       bapo eval exported/ rollout.max_response_tokens=4096 --suite maths --data benchmarks/
+      bapo eval exported/ --suite maths --data math500=math.json evaluation.sets.math500.prompts=6
     """
-    from services.cli.evaluate import SampledResponse, evaluate_directory  # imports torch
+    from services.cli.evaluate import evaluate_directory  # imports torch
     from services.report.scores import COLUMNS, INTERVALS, score_rows
 
     console = plain_console(stderr=True)
@@ -88,27 +90,15 @@ def evaluate(
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}")
     directory = find_model(model, default_home(), open_store=open_local_object_store)
-    file = responses_file or _default_file(directory)
-    sampled: list[SampledResponse] = []
-    try:
+    with stored_responses(directory, responses_file, console) as keep:
         evaluations = evaluate_directory(
             loaded,
             directory,
             blank_images=blank_images,
             note=lambda text: console.print(f"note: {text}", markup=False),
-            keep=sampled.append,
+            keep=keep,
         )
-    finally:  # Responses tell why an evaluation failed, too.
-        if sampled:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(f"{response.model_dump_json()}\n" for response in sampled))
-            console.print(f"responses: {file}", soft_wrap=True)
     rows = score_rows(evaluations)
     show(evaluations, COLUMNS, rows, as_json=as_json, empty="nothing was evaluated")
     if not as_json:
         echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")
-
-
-def _default_file(directory: Path) -> Path:
-    """Returns the file of an evaluation that begins now, named after the model's directory."""
-    return Path("runs") / f"eval-{directory.name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl"

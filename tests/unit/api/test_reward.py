@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 import bapo
 from bapo.api import _load
 from bapo.reward import write_functions
-from bapo_core.errors import ConfigError
+from bapo_core.errors import BapoError, ConfigError
 
 CONFIG = Path(__file__).parents[3] / "examples/countdown.yaml"
 
@@ -90,7 +92,25 @@ def test_a_model_is_evaluated_to_a_data_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BAPO_HOME", str(tmp_path))
-    frame = bapo.evaluate("tiny", CONFIG, {"task.test_prompts": 4, "evaluation.samples": 2})
+    file = tmp_path / "responses.jsonl"
+    changes = {"task.test_prompts": 4, "evaluation.samples": 2}
+    frame = bapo.evaluate("tiny", CONFIG, changes, responses=file)
+    stored = pandas.read_json(file, lines=True)
+    assert len(stored) == 4 * 2
+    assert stored["correct"].mean() == frame.loc["test", "accuracy"]
     assert list(frame.index) == ["test"]
     assert frame.loc["test", "prompts"] == 4
     assert frame.loc["test", "accuracy"] == frame.loc["test", "mean@2"]
+
+
+def test_an_evaluation_notes_references_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BAPO_HOME", str(tmp_path))
+    file = tmp_path / "test.jsonl"
+    rows = [{"problem": "1+1", "answer": "2"}, {"problem": "10+5", "answer": "10+5=15"}]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    values = {"task": {"name": "math", "test_path": str(file)}}
+    with pytest.raises(BapoError, match="tokenizer cannot encode"):  # It is that of Countdown.
+        bapo.evaluate("tiny", values, {"evaluation.samples": 1})
+    assert "row 2: 10+5=15 is an equation of numbers" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from bapo_core.config import load_config
 from bapo_core.errors import BapoError
 from bapo_core.tasks.countdown import CountdownTask
-from services.cli.evaluate import evaluate_directory
+from services.cli.console import plain_console
+from services.cli.evaluate import PROMPTS_AT_ONCE, evaluate_directory, show_progress
 from services.model.resolve import TINY_MODEL
 from services.verifier.pool import VerifierPool
 
@@ -54,3 +56,13 @@ def test_a_mistake_in_rendering_names_the_prompt(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(BapoError, match=mistake):
         evaluate_directory(config, TINY_MODEL)
+
+
+def test_an_evaluation_without_a_terminal_prints_how_far_it_is() -> None:
+    printed, seconds = io.StringIO(), iter(range(0, 1_000, 6))
+    console = plain_console(file=printed, force_terminal=False)
+    starts = list(show_progress("math500", 500, console, clock=lambda: next(seconds)))
+    assert starts == list(range(0, 500, PROMPTS_AT_ONCE))
+    lines = printed.getvalue().splitlines()
+    assert lines[:3] == [f"math500: {start} of 500 prompts" for start in (0, 32, 64)]
+    assert len(lines) == len(starts) // 2

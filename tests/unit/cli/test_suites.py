@@ -111,6 +111,29 @@ def test_invalid_data_of_a_suite_are_refused(data: tuple[str, ...], message: str
         maths(*data)
 
 
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "answers.jsonl cannot be read: No such file"),
+        ("{}\n", [], "answers.jsonl: line 1 is no response of an evaluation"),
+        ("", [], "answers.jsonl has no such response"),
+        ("", ["--first", "1"], "--first"),
+    ],
+)
+def test_a_file_without_responses_is_explained(
+    content: str | None,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("answers.jsonl").write_text(content)
+    result = CliRunner().invoke(bapo, ["responses", "answers.jsonl", *arguments])
+    assert message in result.output + str(result.exception)
+
+
 def test_a_model_is_measured_on_every_set_of_a_suite(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +161,13 @@ def test_a_model_is_measured_on_every_set_of_a_suite(
     assert sum(one.correct for one in kept[:12]) == sum(k * n for k, n in enumerate(first.bins))
     assert sum(one.tokens for one in kept[12:]) == second.tokens
     assert all((one.status == "ok") == one.correct for one in kept)
+    listing = ["responses", str(written.relative_to(tmp_path)), "--set", "cd-4", "--wrong"]
+    listed = CliRunner().invoke(bapo, [*listing, "--json"], catch_exceptions=False)
+    wrong = [one for one in kept if one.evaluation_set == "cd-4" and not one.correct]
+    assert json.loads(listed.stdout) == [one.model_dump(mode="json") for one in wrong]
+    page = CliRunner().invoke(bapo, [*listing, "--limit", "1"], catch_exceptions=False).stdout
+    assert page.startswith(f"{wrong[0].prompt_uid} (evaluation set cd-4)\n")
+    assert f"response {wrong[0].index + 1}: reward 0, wrong" in page
     table = CliRunner().invoke(
         bapo,
         [*arguments, "--responses", "mine/written.jsonl"],
