@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from bapo.frames import frame_of
 from bapo.reward import RewardFunction, write_functions
-from bapo.run import Run
+from bapo.run import Run, relative_if_below
 from bapo_core.config import RunConfig, nest, override_config, read_values
 from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
 from services.cli.local_run import REPORTS, execute, prepare_new_run
 from services.cli.responses import stored_responses
 from services.cli.reward_files import pin_reward
-from services.cli.service import open_local_object_store
+from services.cli.service import format_addresses, open_local_object_store
 from services.common.proxies import bypass_proxies
 from services.datasets import pin_revisions
 from services.model.resolve import find_model
@@ -66,6 +66,11 @@ def train(
         console.print(f"note: {warning}", soft_wrap=True)
     loaded = pin_revisions(pin_reward(loaded))
     endpoints = _services(port)
+    # Without the token in a notebook, whose outputs are stored.
+    console.print(
+        format_addresses(endpoints, relative_if_below(home), with_token=console.is_terminal),
+        soft_wrap=True,
+    )
     run, model = prepare_new_run(loaded, endpoints, home, console, new=new)
     execute(run, model)
     return Run(run.config.name, endpoints, run.directory)

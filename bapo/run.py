@@ -15,6 +15,7 @@ from services.cli.checkpoints import export_checkpoint, select_checkpoints
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.exporters.curves import curves, evaluation_curves
+from services.stack.settings import default_home
 from services.stack.stack import Endpoints
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 SMOOTHED_STEPS = 15
 """Training steps of the moving mean that `Run.plot` draws."""
+
+
+def relative_if_below(path: Path) -> Path:
+    """Returns a path as it is called from the working directory, if it is below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,11 @@ class Run:
         return target
 
     def plot(self) -> Figure:
-        """Returns a figure of the mean reward of each step, and of the held-out accuracy."""
+        """Returns a figure of the mean reward of each step, and of the held-out accuracy.
+
+        A reward function without `task.solved_at` has the held-out reward instead, by which such
+        runs are compared.
+        """
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 3), layout="constrained")
@@ -151,8 +162,9 @@ class Run:
             axes.plot(reward.index, reward, alpha=0.3, color="C0")
             axes.plot(smooth.index, smooth, color="C0", label="mean reward of a step, smoothed")
         if not evaluations.empty:
-            accuracy = evaluations["accuracy"]
-            axes.plot(accuracy.index, accuracy, "o-", color="C1", label="held-out accuracy")
+            measure = self.state.config.task.measure
+            held_out = evaluations[measure]
+            axes.plot(held_out.index, held_out, "o-", color="C1", label=f"held-out {measure}")
         axes.set_xlabel("training step")
         axes.set_title(self.name)
         if axes.lines:
@@ -168,9 +180,14 @@ class Run:
         picture = io.StringIO()
         self.plot().savefig(picture, format="svg")
         svg = picture.getvalue()
-        name, link, report = map(html.escape, (self.name, self.dashboard, str(self.report)))
+        # A stored notebook must not hold the token, so it is not in the link.
+        stack = relative_if_below(default_home() / "stack.json")
+        name, link, report, token = map(
+            html.escape, (self.name, self.dashboard, str(self.report), f'"token" in {stack}')
+        )
         return (
             f"<p><b>{name}</b>: {html.escape(state.status)}, step {state.current_step} of "
-            f"{state.steps}. <a href='{link}'>Dashboard</a>, report in {report}</p>"
+            f"{state.steps}. <a href='{link}'>Dashboard</a> (it asks for the {token}), report in "
+            f"{report}</p>"
             f"{svg[svg.index('<svg') :]}"
         )

@@ -54,7 +54,7 @@ CELLS = (
         "}\n"
         "run = bapo.train(config, reward=score, steps=STEPS, new=True, port=0)",
     ),
-    ("markdown", "The run shows its reward and its held-out accuracy."),
+    ("markdown", "The run shows its reward, of each training step and on held-out prompts."),
     ("code", "run"),
     ("code", 'run.metrics()[["reward", "entropy", "response_length"]].tail()'),
     ("markdown", "Which prompts are hardest, and what did the model write to the first of them?"),

@@ -22,6 +22,7 @@ from services.buffer.api.wire import (
     RunProgress,
     StepView,
 )
+from services.cli.notebook_view import NotebookView
 from services.report.explanations import explain_difficulty, explain_equal_rewards
 from services.report.scores import has_other_rewards
 
@@ -48,7 +49,8 @@ RECENT = 20
 class RunDisplay:
     """Displays the steps, evaluations and replicas given to `update`.
 
-    On a terminal the display is redrawn in place; elsewhere it prints a line from time to time.
+    On a terminal and in a notebook the display is redrawn in place; elsewhere it prints a line from
+    time to time.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class RunDisplay:
         self._activity, self._activity_since = "starting the engine and the trainer", clock()
         self._last_line = clock()
         self._printed_activity: str | None = None
-        self._live: Live | None = None
+        self._live: Live | NotebookView | None = None
         self._replicas: list[ReplicaView] = []
         self._errors: dict[str, str] = {}
         self._failures_noted = False
@@ -83,6 +85,12 @@ class RunDisplay:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Displays the progress for as long as the context lasts."""
+        if self._console.is_jupyter:
+            self._live = NotebookView()
+            self._live.update(self._render())
+            yield
+            self._live.update(self._render())
+            return
         if not self._console.is_terminal:
             yield
             return

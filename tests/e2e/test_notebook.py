@@ -25,6 +25,12 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     executed = execute_notebook(steps=3)
     _, _, training, shown, metrics, prompts, group, why = outputs_of(executed)
     assert "step 3/3" in training
+    assert "\u2501" in training, "a bar"
+    (cell,) = [cell for cell in executed.cells if "bapo.train(config" in cell.source]
+    texts = [output["data"]["text/plain"] for output in cell.outputs]
+    assert sum("step 3/3" in text or "left ?" in text for text in texts) == 1
+    assert any("/docs" in text and "stack.json" in text for text in texts), "its addresses"
+    assert "#token=" not in str(executed), "outputs are stored"
     assert "Run(name='notebook" in shown
     (cell,) = [cell for cell in executed.cells if cell.source == "run"]
     page = cell.outputs[-1]["data"]["text/html"]
@@ -46,4 +52,6 @@ def test_the_stored_notebook_is_the_one_of_the_tool_with_its_outputs() -> None:
     kinds = {output.output_type for cell in stored.cells for output in cell.get("outputs", [])}
     assert "error" not in kinds
     text = NOTEBOOK.read_text(encoding="utf-8")
+    assert "#token=" not in text
+    assert str(Path.home()) not in text
     assert "/site-packages/" not in text, "no path of the machine that it ran on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas
 import pytest
 
 from bapo.run import Run
@@ -69,11 +70,32 @@ def test_a_prompt_leads_to_its_groups_responses_and_reasons(run: Run, driver: Dr
     assert why["reason"].str.len().min() > 0
 
 
-def test_a_notebook_shows_status_plot_and_address(run: Run, driver: Driver) -> None:
+def test_a_notebook_shows_status_plot_and_address(
+    run: Run, driver: Driver, stack: Endpoints
+) -> None:
     shown = run._repr_html_()
     assert f"step 4 of {driver.config.steps}" in shown
     assert f"{driver.client.url}/#/runs/framed" in shown
     assert "<svg" in shown
+    assert "stack.json" in shown, "where the token is"
+    assert stack.token not in shown, "notebooks are stored"
+
+
+@pytest.mark.parametrize("reward", [None, "rewards.py:score"])
+def test_the_plot_has_what_runs_of_the_task_are_compared_by(
+    run: Run, driver: Driver, monkeypatch: pytest.MonkeyPatch, reward: str | None
+) -> None:
+    state = driver.client.run_state()
+    task = state.config.task.model_copy(update={"reward": reward})
+    config = state.config.model_copy(update={"task": task})
+    changed = state.model_copy(update={"config": config})
+    monkeypatch.setattr(Run, "state", property(lambda _: changed))
+    evaluations = pandas.DataFrame({"accuracy": [0.0, 0.0], "reward": [0.1, 0.7]})
+    monkeypatch.setattr(Run, "evaluations", lambda _: evaluations)
+    (axes,) = run.plot().axes
+    measure = "accuracy" if reward is None else "reward"
+    (line,) = [line for line in axes.lines if line.get_label() == f"held-out {measure}"]
+    assert list(line.get_ydata()) == list(evaluations[measure])
 
 
 def test_a_run_that_is_not_there_says_so(stack: Endpoints, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,3 +286,28 @@ def test_the_accuracy_of_the_base_model_is_printed_before_the_first_step() -> No
     display.update([step_view(step=9, counts=counts)], [base, newer], [], None)
     expected = "accuracy 0.500, reward 1.500 (version 6; base 0.250, reward 0.250)"
     assert expected in printed.getvalue()
+
+
+def test_a_notebook_has_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, str]] = []
+    updated: list[dict[str, str]] = []
+
+    def display(content: dict[str, str], **options: bool) -> SimpleNamespace:
+        assert options == {"raw": True, "display_id": True}
+        shown.append(content)
+        return SimpleNamespace(update=lambda new, **_: updated.append(new))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    run = RunDisplay(plain_console(force_jupyter=True), "words", 3, 0, clock=lambda: 0.0)
+    with run.shown():
+        run.update([], [], [])
+        for step in (1, 2, 3):
+            counts = FULL | {"reevaluated": 0, "replayed": 0}
+            run.update([step_view(step=step, counts=counts, bins=[1, 1, 1])], [], [])
+    assert len(shown) == 1
+    assert "words" in shown[0]["text/plain"]
+    for number, content in enumerate(updated, start=1):
+        for text in content.values():
+            assert f"step {number}/3" in text
+            assert "\u2501" in text, "a bar"
+    assert len(updated) == 3, "what has not changed is not drawn again"
