@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -316,10 +317,12 @@ def print_results(console: Console, local_run: LocalRun, history: RunHistory) ->
     )
     notes = explain_run(history.steps, history.config, history.state.forked_from)
     scores = "\n".join([scores, *(f"note: {note}" for note in notes)])
+    # The services that this command started end with it.
+    again = "`bapo stack up`, then " if local_run.endpoints.pid == os.getpid() else ""
     console.print(
         f"\n{scores}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard",
+        f"queries  {again}`bapo prompts {local_run.config.name}`, or the dashboard",
         soft_wrap=True,
     )
