@@ -79,6 +79,8 @@ class MathTask:
 
     instruction: str = INSTRUCTION
     """Text that follows the problem in the user message."""
+    system: str = ""
+    """The system message before it; without one, the chat template has its own or none."""
     boxed_only: bool = True
     r"""Whether an answer must be in a \boxed{...}, as the instruction asks. Set it to false for a
     model that does not follow instructions."""
@@ -92,8 +94,12 @@ class MathTask:
         return f"math:{hashlib.sha256(problem.encode(errors='surrogatepass')).hexdigest()[:16]}"
 
     def render(self, payload: Payload) -> list[Message]:
-        """Returns one user message."""
-        return [{"role": "user", "content": f"{payload['problem']}\n\n{self.instruction}"}]
+        """Returns one user message, after the system message if there is one."""
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return [
+            *system,
+            {"role": "user", "content": f"{payload['problem']}\n\n{self.instruction}"},
+        ]
 
     def warm_up(self) -> None:
         """Imports SymPy and builds the grammar's tables, which takes about a second."""

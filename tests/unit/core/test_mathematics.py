@@ -130,6 +130,11 @@ def test_math_is_a_task_and_renders_problems() -> None:
     assert task.render({"problem": "1+1?", "answer": "2"}) == [
         {"role": "user", "content": "1+1?\n\nBox it."}
     ]
+    with_system = get_task("math", instruction="Box it.", system="Be brief.")
+    assert with_system.render({"problem": "1+1?", "answer": "2"}) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1?\n\nBox it."},
+    ]
 
 
 def test_the_uid_of_a_problem_depends_on_neither_blanks_nor_the_answer() -> None:
