@@ -120,7 +120,7 @@ def create_run(run: LocalRun, model: Path) -> None:
 
     def show(dataset: Dataset) -> None:
         if dataset.notes:
-            run.console.print(f"note: {dataset.name}: {dataset.summary}")
+            run.console.print(f"note: {dataset.name}: {dataset.summary}", soft_wrap=True)
 
     sources = data_sources(lambda: client)
     store_reward(run.config, client)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from bapo_core.config import config_from, load_config
-from services.cli.local_run import LocalRun, _make_scratch, engine_share, next_free_name
+from services.cli.console import plain_console
+from services.cli.local_run import (
+    LocalRun,
+    _make_scratch,
+    create_run,
+    engine_share,
+    next_free_name,
+)
 from services.cli.service import format_addresses
+from services.datasets import Dataset
 from services.stack.supervisor import ProcessFailed, Supervisor
 
 
@@ -23,6 +33,21 @@ def test_an_attempt_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None:
     (left / "trainer").mkdir()
     scratch = _make_scratch(run("killed"))
     assert sorted((tmp_path / "scratch").iterdir()) == sorted([other, scratch])
+
+
+def test_a_note_on_a_data_set_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, show: Callable[[Dataset], None]) -> Mock:
+        show(Dataset("function-train-cfb9a32b84ca", [], left_out=21, repeated=11, contradicting=3))
+        return Mock()
+
+    monkeypatch.setattr("services.cli.local_run.prepare_run", prepare)
+    monkeypatch.setattr("services.cli.local_run.BufferClient", MagicMock())
+    printed = io.StringIO()
+    console = plain_console(file=printed, width=80)
+    run = LocalRun(load_config(None, ["name=words"]), Mock(), tmp_path, tmp_path, console)
+    create_run(run, tmp_path)
+    (line,) = printed.getvalue().splitlines()
+    assert line.endswith("(3 of them with another answer)")
 
 
 def test_a_new_name_is_that_of_no_run_and_of_no_report(tmp_path: Path) -> None:
