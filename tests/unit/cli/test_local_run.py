@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 
 from bapo_core.config import config_from, load_config
+from services.cli.commands.run import print_results
 from services.cli.console import plain_console
 from services.cli.local_run import (
     LocalRun,
@@ -48,6 +50,20 @@ def test_a_note_on_a_data_set_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     create_run(run, tmp_path)
     (line,) = printed.getvalue().splitlines()
     assert line.endswith("(3 of them with another answer)")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_names_bapo_stack_up_only_if_the_services_end_with_it(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.commands.run.explain_run", lambda *_: [])
+    printed = io.StringIO()
+    endpoints = Mock(pid=os.getpid() if own else os.getppid())
+    config, console = load_config(None, ["name=words"]), plain_console(file=printed)
+    run = LocalRun(config, endpoints, tmp_path, tmp_path, console)
+    print_results(console, run, Mock(sets=[]))
+    assert ("`bapo stack up`" in printed.getvalue()) == own
+    assert "`bapo prompts words`, or the dashboard" in printed.getvalue()
 
 
 def test_a_new_name_is_that_of_no_run_and_of_no_report(tmp_path: Path) -> None:
