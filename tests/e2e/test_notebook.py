@@ -27,7 +27,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "step 3/3" in training
     assert "\u2501" in training, "a bar"
     (cell,) = [cell for cell in executed.cells if "bapo.train(config" in cell.source]
-    texts = [output["data"]["text/plain"] for output in cell.outputs]
+    texts = [output.data["text/plain"] for output in cell.outputs if "data" in output]
     assert sum("step 3/3" in text or "left ?" in text for text in texts) == 1
     assert any("/docs" in text and "stack.json" in text for text in texts), "its addresses"
     assert "#token=" not in str(executed), "outputs are stored"
