@@ -3,7 +3,8 @@
 The collectives run on the CPU by gloo. All ranks must make the same calls in the same order.
 
 What ranks exchange are tensors, numbers, texts, and dicts, lists and tuples of them: the object
-collectives of `torch.distributed` would load a pickle of whoever speaks in place of a rank.
+collectives of `torch.distributed` would load a pickle of whoever speaks in place of a rank. PyTorch
+uses them itself when it saves a checkpoint; `services.trainer.save_plans` limits what they load.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from services.common.threads import start_detached
+from services.trainer.save_plans import check_collective_objects
 
 Value = TypeVar("Value")
 Model = TypeVar("Model", bound=BaseModel)
@@ -179,6 +181,7 @@ def init_distributed() -> Iterator[Ranks]:
 
     On CPUs, equal inputs give equal bits meanwhile, also with several threads.
     """
+    check_collective_objects()
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:

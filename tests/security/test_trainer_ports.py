@@ -8,22 +8,29 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import random
 import subprocess
 import sys
 import time
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import DistError, TCPStore
+from torch import nn
+from torch.distributed import DistError, TCPStore, distributed_c10d
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 from torch.multiprocessing.spawn import ProcessRaisedException
 
+from bapo_core.errors import BapoError
 from services.common.process import EXIT_RETRYABLE
 from services.trainer import ranks as module
+from services.trainer.checkpoint import Checkpointer
 from services.trainer.ranks import init_distributed
+from services.trainer.save_plans import PlanUnpickler
 from tests.forked import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -113,3 +120,121 @@ def test_nothing_that_a_rank_sends_runs_code_in_another(
     with pytest.raises(ProcessRaisedException, match="Weights only load failed"):
         run_ranks(2, take_part, mark, hostile_rank, name)
     assert not mark.exists()
+
+
+class HostilePickler:
+    """Writes a hostile pickle in place of each object."""
+
+    mark: Path
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+
+    def dump(self, _: object) -> None:
+        pickle.dump(Hostile(self.mark), self._file)
+
+
+class KeepsNothing:
+    """Stands in for the object store, of which a rank's part of a checkpoint needs little."""
+
+    def put_contents(self, prefix: str, files: dict[str, Path]) -> dict[str, str]:
+        assert files, f"rank without a file of {prefix}"
+        return dict.fromkeys(files, "digest")
+
+    def put_manifest(self, prefix: str, files: dict[str, str]) -> str:
+        return f"manifest of {sorted(files)} in {prefix}"
+
+
+class Keeps:
+    """Stands in for the buffer service, and keeps the recorded checkpoint in a file."""
+
+    run, attempt = "run", 1
+
+    def __init__(self, kept: Path) -> None:
+        self._kept = kept
+
+    def record_checkpoint(self, step: int, digest: str) -> None:
+        self._kept.write_text(f"{step}: {digest}")
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def save_checkpoint(directory: Path, hostile_rank: int | None, full_rank: int | None) -> None:
+    """Saves a checkpoint; one rank may send hostile pickles, or have no space on its disk."""
+    with init_distributed() as ranks:
+        if ranks.rank == hostile_rank:
+            HostilePickler.mark = directory / "PWNED"
+            distributed_c10d._pickler = HostilePickler  # type: ignore[misc, assignment]
+        if ranks.rank == full_rank:
+            FileSystem.create_stream = refuse_to_write  # type: ignore[assignment, method-assign]
+        model = nn.Linear(8, 8)
+        model(torch.ones(8)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        checkpointer = Checkpointer(
+            cast(Any, Keeps(directory / "recorded")),
+            cast(Any, KeepsNothing()),
+            scratch=directory,
+            ranks=ranks,
+        )
+        checkpointer.save(3, {"critic": (model, {"optimizer": optimizer})})
+        try:
+            checkpointer.settle()
+        except CheckpointException as error:  # no Exception, so that the processes would hide it
+            (directory / f"failed-{ranks.rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("hostile_rank", [0, 1])
+def test_no_plan_of_a_checkpoint_runs_code(tmp_path: Path, hostile_rank: int) -> None:
+    with pytest.raises(ProcessRaisedException, match=r"rank of the trainer has sent posix\.system"):
+        run_ranks(2, save_checkpoint, tmp_path, hostile_rank, None)
+    assert not (tmp_path / "PWNED").exists()
+    assert not (tmp_path / "recorded").exists()
+
+
+def test_ranks_save_a_checkpoint_together(tmp_path: Path) -> None:
+    run_ranks(2, save_checkpoint, tmp_path, None, None)
+    recorded = (tmp_path / "recorded").read_text()
+    assert recorded.startswith("3: ")
+    assert "__0_0.distcp" in recorded
+    assert "__1_0.distcp" in recorded
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_each_rank_hears_why_another_could_not_save(tmp_path: Path, full_rank: int) -> None:
+    run_ranks(2, save_checkpoint, tmp_path, None, full_rank)
+    for rank in range(2):
+        assert "No space left on device" in (tmp_path / f"failed-{rank}").read_text()
+
+
+STANDARD = [(name, each) for name in ("os", "subprocess") for each in dir(sys.modules[name])]
+GADGETS = [
+    *[("builtins", name) for name in ("eval", "exec", "getattr", "open", "__import__", "type")],
+    *[("torch", name) for name in ("load", "float32.__reduce__", "hub", "Tensor", "serialization")],
+    ("torch.distributed.checkpoint.metadata", "os.system"),
+    ("torch.distributed.checkpoint.filesystem", "pickle.loads"),
+    ("torch.serialization", "load"),
+    ("pathlib", "os.system"),
+    ("traceback", "linecache"),
+    *random.Random(51).sample(STANDARD, 20),
+]
+
+
+@pytest.mark.parametrize(("module_name", "name"), GADGETS)
+def test_a_plan_names_no_function_but_its_own(module_name: str, name: str) -> None:
+    """A protocol that reads dotted names must not reach what a module of plans imports."""
+    data = b"\x80\x04" + b"".join(
+        pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode() for text in (module_name, name)
+    )
+    with pytest.raises(pickle.UnpicklingError, match="a rank of the trainer has sent"):
+        PlanUnpickler(io.BytesIO(data + pickle.STACK_GLOBAL + pickle.STOP)).load()
+
+
+def test_a_pytorch_that_loads_objects_in_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(distributed_c10d, "_unpickler")
+    with pytest.raises(BapoError, match="install PyTorch"), init_distributed():
+        pass
