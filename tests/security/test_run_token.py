@@ -52,7 +52,7 @@ def test_scope_run_cannot_make_the_calls_of_a_process(
     assert victim.client.replicas() == []
 
 
-@pytest.mark.parametrize("scope", ["read", "run", "replica", "collector", "trainer", "pipeline"])
+@pytest.mark.parametrize("scope", ["run", "replica", "collector", "trainer", "pipeline"])
 def test_no_token_but_the_administrators_makes_or_lists_tokens(
     make_token: MakeToken, call: Call, scope: str
 ) -> None:
