@@ -138,4 +138,4 @@ class ImageCache:
 
 def stored_images(store: ObjectStore) -> ImageCache:
     """Returns a cache of the images of the object store."""
-    return ImageCache(lambda digest: store.get(layout.image(digest), digest))
+    return ImageCache(lambda digest: store.get(layout.image(digest), digest, largest=LARGEST_IMAGE))

@@ -48,6 +48,8 @@ S3_SCHEME = "s3://"
 PROBES = "probes"
 """Prefix of the objects of `ObjectStore.try_operations`."""
 MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 16 << 20
+"""Bytes of a manifest, which has at most some 320 for each file."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 LONGEST_NAME = 250
 """Bytes of one part of a file's name. A partial file has five more, and a file system 255."""
@@ -391,9 +393,12 @@ class ObjectStore:
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failure("write", key, error) from error
 
-    def get(self, key: str, digest: str) -> bytes:
-        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have the digest."""
-        data = self._repeat(lambda: self._get(key))
+    def get(self, key: str, digest: str, *, largest: int | None = None) -> bytes:
+        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have the digest.
+
+        largest: how many bytes objects of this kind have at most. Of a larger one no more are read.
+        """
+        data = self._repeat(lambda: self._get(key, largest))
         if digest_of(data) != digest:
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
         return data
@@ -429,16 +434,27 @@ class ObjectStore:
             raise ObjectStoreError(f"{address!r} is no address; give s3://bucket/key")
         return ObjectStore(self.settings.model_copy(update={"bucket": bucket})), key
 
-    def _get(self, key: str) -> bytes:
+    def _get(self, key: str, largest: int | None = None) -> bytes:
+        data = bytearray()
         try:
             response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)
             try:
-                return bytes(response.read())
+                if largest is None:
+                    return bytes(response.read())
+                # A server may declare that bytes are compressed; a few would become many here.
+                for piece in response.stream(1 << 20, decode_content=False):
+                    data += piece
+                    if len(data) > largest:
+                        raise ObjectStoreError(
+                            f"{self.settings.bucket}/{key}: has more than {largest} bytes, which "
+                            "no object of its kind has: find out who has written to the bucket"
+                        )
             finally:
                 response.close()
                 response.release_conn()
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failure("read", key, error) from error
+        return bytes(data)
 
     @contextmanager
     def stream(self, key: str, digest: str) -> Iterator[CheckedStream]:
@@ -653,6 +669,11 @@ class ObjectStore:
         listing: digest of each file by name.
         """
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
+        if len(manifest) > LARGEST_MANIFEST:
+            raise ObjectStoreError(
+                f"{prefix} has {len(listing)} files, whose manifest is larger than "
+                f"{LARGEST_MANIFEST} bytes; store fewer files"
+            )
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
 
@@ -672,7 +693,8 @@ class ObjectStore:
         outside `directory`.
         """
         key = f"{prefix}/{MANIFEST}"
-        files = _read_manifest(self.get(key, digest), f"{self.settings.bucket}/{key}", directory)
+        manifest = self.get(key, digest, largest=LARGEST_MANIFEST)
+        files = _read_manifest(manifest, f"{self.settings.bucket}/{key}", directory)
         directory.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(TRANSFERS) as pool:
             transfers = [

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import ColumnElement, literal_column
 
 from services.common import layout
-from services.common.images import check_image
+from services.common.images import LARGEST_IMAGE, check_image
 from services.common.objectstore import ObjectStore, digest_of
 from services.common.problems import bad_request, not_found
 
@@ -41,5 +41,5 @@ def read_image(store: ObjectStore, digest: str) -> tuple[bytes, str]:
     key = layout.image(digest)
     if not store.exists(key):
         raise not_found(f"image {digest}")
-    data = store.get(key, digest)
+    data = store.get(key, digest, largest=LARGEST_IMAGE)
     return data, check_image(data).media_type

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import random
 import socket
 import threading
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import urllib3
@@ -12,7 +17,13 @@ from minio.credentials import IamAwsProvider
 from pydantic import ValidationError
 
 from services.common import objectstore
-from services.common.objectstore import ObjectStore
+from services.common.images import LARGEST_IMAGE, stored_images
+from services.common.objectstore import (
+    LARGEST_MANIFEST,
+    ObjectStore,
+    ObjectStoreError,
+    digest_of,
+)
 from services.common.settings import ObjectStoreSettings
 
 
@@ -136,3 +147,71 @@ def test_a_server_may_read_an_object_slowly(monkeypatch: pytest.MonkeyPatch) -> 
         ObjectStore(settings(endpoint), retries=0).put("key", data)
         server.join()
     assert requests == [len(data)]
+
+
+# ---- objects of somebody who has the keys of the bucket ------------------------------------------
+
+ENDLESS = 1 << 28
+"""Bytes of an object that must not be read whole."""
+
+
+class Zeros(io.RawIOBase):
+    """Many zeros, which count how many of them were read."""
+
+    taken = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), ENDLESS - self.taken)
+        self.taken += size
+        buffer[:size] = bytes(size)
+        return size
+
+
+def serving(body: io.IOBase, **headers: str) -> ObjectStore:
+    """Returns a store whose server answers each request with a body."""
+    store = ObjectStore(settings("http://minio:9000"))
+    response = urllib3.HTTPResponse(body, headers, preload_content=False)
+    store._client = Mock()
+    store._client.get_object.return_value = response
+    return store
+
+
+def test_a_manifest_that_is_none_is_read_in_part(tmp_path: Path) -> None:
+    zeros = Zeros()
+    with pytest.raises(ObjectStoreError, match=r"manifest\.json: has more than 16777216"):
+        serving(zeros).get_directory("runs/r/weights/1", "0" * 64, tmp_path / "out")
+    assert zeros.taken <= LARGEST_MANIFEST + (2 << 20)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_image_that_is_none_is_read_in_part() -> None:
+    zeros = Zeros()
+    with pytest.raises(ObjectStoreError, match="has more than"):
+        stored_images(serving(zeros)).get("0" * 64)
+    assert zeros.taken <= LARGEST_IMAGE + (2 << 20)
+
+
+def test_nothing_is_unpacked_that_calls_itself_compressed() -> None:
+    packed = gzip.compress(bytes(1 << 26))
+    store = serving(io.BytesIO(packed), **{"content-encoding": "gzip"})
+    assert store.get("key", digest_of(packed), largest=1 << 20) == packed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_object_of_the_largest_size_is_read(seed: int) -> None:
+    data = random.Random(seed).randbytes(random.Random(seed).randrange(1, 3 << 20))
+    store = serving(io.BytesIO(data))
+    assert store.get("key", digest_of(data), largest=len(data)) == data
+    with pytest.raises(ObjectStoreError, match="has more than"):
+        serving(io.BytesIO(data)).get("key", digest_of(data), largest=len(data) - 1)
+
+
+def test_a_manifest_that_no_reader_takes_is_not_written() -> None:
+    store = serving(io.BytesIO())
+    listing = {f"{number:0200}": "0" * 64 for number in range(70_000)}
+    with pytest.raises(ObjectStoreError, match="store fewer files"):
+        store.put_manifest("prefix", listing)
+    assert not store._client.put_object.called  # type: ignore[attr-defined]
