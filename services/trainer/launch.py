@@ -17,12 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from services.common.process import EXIT_RETRYABLE
+from services.common.process import EXIT_RETRYABLE, hide_memory
 from services.trainer.rendezvous import check_rendezvous_states
 
 
 def main() -> None:
     """Runs torchrun in this process."""
+    hide_memory()
     module = [] if "-m" in sys.argv else ["-m", "services.trainer.loop"]
     arguments = parse_args([*sys.argv[1:], *module])  # type: ignore[no-untyped-call]
     name_host(arguments)

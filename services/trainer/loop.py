@@ -258,9 +258,10 @@ def run_rank(
     component: its name in the logs. in_attempt: whether it works for an attempt of the run.
     """
     from services.common.logs import configure_logs
-    from services.common.process import end_with_parent, run_until_error
+    from services.common.process import end_with_parent, hide_memory, run_until_error
 
     configure_logs(component)
+    hide_memory()
     # Freed memory of one size then serves for another; micro-batches have many sizes. It is read
     # when the first tensor of a GPU is made.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

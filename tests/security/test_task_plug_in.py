@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import socket
@@ -9,15 +10,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor
+from services.trainer import launch, loop
+from services.trainer.settings import TrainerSettings
+from tests.forked import run_forked
+
+PR_GET_DUMPABLE = 3
+"""The option of `prctl` that tells whether other processes of the user may read this one."""
 
 SECRETS = {
     "BAPO_S3_SECRET_KEY": "secret-of-the-object-store",
@@ -137,6 +145,33 @@ def test_a_grader_sees_no_secret_among_its_variables(attack: Attack) -> None:
     variables = attack("import os; found = sorted(os.environ.items())")
     assert "PATH" in variables
     assert "secret" not in variables
+
+
+def start_trainer(program: str, found: Path) -> None:
+    """Starts a program of the trainer; writes what the kernel says when its work would begin."""
+    libc = ctypes.CDLL(None)
+
+    def record(*_: object) -> None:
+        found.write_text(f"dumpable: {libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)}")
+
+    if program == "launcher":
+        launch.run = record
+        sys.argv = ["launch"]
+        launch.main()
+    else:
+        TrainerSettings.load = record  # type: ignore[assignment, method-assign]
+        loop.run_rank(program, lambda *_: None, in_attempt=False)
+
+
+@pytest.mark.parametrize("program", ["launcher", "trainer", "audit"])
+def test_the_trainer_closes_its_memory_to_processes_of_its_user(
+    tmp_path: Path, program: str
+) -> None:
+    """Its environment has a token and the object store's keys, which a grader must not read even
+    where the kernel cannot confine it."""
+    with suppress(ProcessRaisedException, ProcessExitedException):
+        run_forked(start_trainer, program, tmp_path / "found")
+    assert (tmp_path / "found").read_text() == "dumpable: 0"
 
 
 @pytest.mark.parametrize("file", ["environ", "mem", "maps", "fd/0", "cwd/x", "root/etc/passwd"])
