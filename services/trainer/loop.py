@@ -183,9 +183,9 @@ def refuse_other_weights(step: int, weights: str, context: TrainerContext, ranks
         raise BapoError(
             f"the checkpoint of step {step} of run {run!r} does not have the weights with which "
             "the step was committed: its trainer has not written it, or it was replaced; find out "
-            "who has a token of scope run or admin and the keys of the bucket, and go on in a new "
-            f"run, with model.path from `bapo checkpoints {run} --step STEP --export DIRECTORY` of "
-            "an earlier step"
+            "who has a token of scope trainer or admin and the keys of the bucket, and go on in a "
+            f"new run, with model.path from `bapo checkpoints {run} --step STEP --export "
+            "DIRECTORY` of an earlier step"
         )
 
 

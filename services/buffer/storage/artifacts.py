@@ -253,7 +253,8 @@ def record_checkpoint(run: Run, step: int, digest: str) -> list[str]:
         raise conflict(
             f"step {step} of run {run.name!r} has a checkpoint with another digest "
             f"({recorded[:12]}..., not {digest[:12]}...), which this trainer has not recorded; "
-            "find out who has a token of scope run or admin, and revoke it (`bapo token revoke`)"
+            "find out who has a token of scope trainer or admin, and revoke it "
+            "(`bapo token revoke`)"
         )
     return _prune(run)
 
