@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
+
+import psutil
 
 OTHER_USER = "nobody"
 
@@ -51,3 +56,28 @@ def as_other_user(work: Callable[[], Any], entry: pwd.struct_passwd | None = Non
     _, status = os.waitpid(child, 0)
     assert status == 0, "the other user's process failed; its error is above"
     return json.loads(text)
+
+
+def answers_beyond_loopback(process: psutil.Process) -> dict[str, bytes]:
+    """Returns what a process and its children answer to HTTP, by the address where they listen.
+
+    Addresses of loopback are left out, and so is a program that says nothing.
+    """
+    answers: dict[str, bytes] = {}
+    for each in [process, *process.children(recursive=True)]:
+        for connection in each.net_connections("inet"):
+            if connection.status != psutil.CONN_LISTEN:
+                continue
+            address = ip_address(connection.laddr.ip)
+            if address.is_loopback:
+                continue
+            # What listens on all addresses is reached at that of loopback, too.
+            host = "localhost" if address.is_unspecified else str(address)
+            with socket.create_connection((host, connection.laddr.port), 10) as client:
+                client.settimeout(5)
+                # Another protocol may end the connection, or wait for a message of its own.
+                with suppress(TimeoutError, ConnectionError):
+                    client.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    if answer := client.recv(100):
+                        answers[f"{host}:{connection.laddr.port}"] = answer
+    return answers

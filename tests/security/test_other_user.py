@@ -32,7 +32,7 @@ from services.rollout.vllm.server import VllmOptions, VllmServer
 from services.stack import postgres, s3
 from services.stack.stack import Endpoints, find_stack, running_stack, stack_up
 from services.stack.supervisor import Supervisor, bind_port
-from tests.security.neighbour import as_other_user, other_user
+from tests.security.neighbour import answers_beyond_loopback, as_other_user, other_user
 
 SECRET = b"weights of alice"
 
@@ -304,6 +304,35 @@ def test_vllm_is_reached_by_its_user_alone(vllm: VllmServer) -> None:
 
     assert connect(), "its own user reaches it"
     assert as_other_user(connect) is bool(os.geteuid())
+
+
+@pytest.mark.parametrize(
+    ("code", "answers"),
+    [
+        ("from http.server import *; s = HTTPServer(('0.0.0.0', 0), BaseHTTPRequestHandler)", 1),
+        (
+            "from http.server import *; s = HTTPServer(('127.0.0.1', 0), BaseHTTPRequestHandler)",
+            0,
+        ),
+        ("from torch.distributed import TCPStore; s = TCPStore('127.0.0.1', 0, is_master=True)", 0),
+    ],
+    ids=["all addresses", "loopback", "PyTorch's store"],
+)
+def test_what_answers_beyond_loopback_is_found(code: str, answers: int) -> None:
+    """The contract with the real vLLM (tests/integration/rollout/test_vllm.py) relies on it."""
+    serve = f"{code}; print(flush=True); getattr(s, 'serve_forever', input)()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        found = answers_beyond_loopback(psutil.Process(server.pid))
+    finally:
+        server.kill()
+        server.communicate()
+    assert len(found) == answers
+    assert all(answer.startswith(b"HTTP/") for answer in found.values())
 
 
 def test_vllm_holds_no_secret_of_its_replica(vllm: VllmServer) -> None:

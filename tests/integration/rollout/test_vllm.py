@@ -46,6 +46,7 @@ from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.server import VllmOptions, find_python, installed
 from services.rollout.vllm.weight_layout import read_layout
 from tests.micro import END, micro_model
+from tests.security.neighbour import answers_beyond_loopback
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -183,6 +184,15 @@ def check_ended(family: list[psutil.Process]) -> None:
     """Checks that all processes have ended; a killed one is a zombie until its parent reaps it."""
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_nobody_but_its_user_reaches_the_routes_of_vllm(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    """They replace the policy's weights without a token. PyTorch's store, which serves none of
+    them, listens on all addresses even for a single rank, and does not answer HTTP."""
+    runner.run(driver.load(models["v1"], 1))
+    assert answers_beyond_loopback(psutil.Process(server_pid(driver))) == {}
 
 
 def test_log_probs_are_those_of_the_whole_distribution(
