@@ -9,6 +9,7 @@ Decimals are exact rational numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import sympy
 from sympy import Add, E, I, Integer, Pow, Rational, Symbol, oo, pi
 
-from bapo_core.tasks.latex import BLANK, CLOSING, DEGREE, TEXT, matching
+from bapo_core.tasks.latex import BLANK, CLOSING, DEGREE, TEXT, matching, trim
 
 MAX_BITS = 200_000
 """Bits of a power; a larger one is compared as text."""
@@ -56,8 +57,8 @@ _INVERSES: dict[str, Callable[..., Any]] = {
 _MANY = {
     r"\max": sympy.Max,
     r"\min": sympy.Min,
-    r"\gcd": lambda *values: sympy.gcd_list(values),
-    r"\lcm": lambda *values: sympy.lcm_list(values),
+    r"\gcd": lambda *values: sympy.gcd_list(_integers(values)),
+    r"\lcm": lambda *values: sympy.lcm_list(_integers(values)),
 }
 _ACCENTS = frozenset(
     [
@@ -134,6 +135,10 @@ _GREEK = frozenset(
 )
 _BY_LATEX2SYMPY = frozenset((r"\int", r"\sum", r"\prod", r"\lim", r"\iint"))
 _CLOSING = {"(": ")", "[": "]", r"\{": r"\}"}
+_IN_NUMERAL = frozenset((*"0123456789./+-{}", r"\frac", r"\pi", BLANK, r"\!"))
+"""Tokens of a number that stands alone in brackets."""
+_FUNCTION_MARK = re.compile(r"\{?-1\}?|\{\(.*\)\}")
+"""Exponents that make a letter an inverse function or a derivative: f^{-1}(0), f^{(2)}(0)."""
 _STOPS = frozenset(
     [
         r"+",
@@ -434,7 +439,11 @@ class _Reader:
             token = self.peek()
             if token == "^":
                 self.position += 1
+                start, is_letter = self.position, base.is_Symbol
                 base = power(base, self.exponent())
+                mark = "".join(self.tokens[start : self.position]).replace(BLANK, "")
+                if is_letter and _FUNCTION_MARK.fullmatch(mark):
+                    base = self._applied(base, f"{base}")
             elif token == "!":
                 self.position += 1
                 if self.peek() == "!":
@@ -662,12 +671,48 @@ class _Reader:
             else:
                 break
         if name == plain and constant is not None:
-            return constant
-        return Symbol(name)
+            return self._applied(constant, name, zero_only=True)
+        return self._applied(Symbol(name), name)
+
+    def _applied(self, operand: Any, name: str, zero_only: bool = False) -> Any:
+        """Returns the symbol `f(0)` where a number alone in brackets follows `f`; else `operand`.
+
+        People do not write the product of f and 2 so, and a product would make f(0) = 0 of every f.
+        After e, i and pi it is a product, as in 3\\pi(2), unless the number is 0.
+        """
+        begin = self.position
+        self.skip_blanks()
+        closing = _CLOSING.get(self.peek())
+        inner = self.position + 1
+        end = next(
+            (n for n in range(inner, len(self.tokens)) if self.tokens[n] not in _IN_NUMERAL), inner
+        )
+        content = trim(self.tokens[inner:end])
+        is_number = closing is not None and list(self.tokens[end : end + 1]) == [closing]
+        is_sum = any(
+            token in ("+", "-") and content[n - 1 : n] not in ([], ["{"])
+            for n, token in enumerate(content)
+        )
+        argument = read_expression(content) if is_number and not is_sum else None
+        if argument is None or (zero_only and argument != 0):
+            self.position = begin
+            return operand
+        self.position = end + 1
+        return Symbol(f"{name}({argument})")
 
 
 def _read_function(token: str, reader: _Reader) -> Any:
     return reader._function(token)
+
+
+def _integers(values: Sequence[Any]) -> Sequence[Any]:
+    """Returns the values. Raises `Unreadable` for others than integers.
+
+    Of symbols, SymPy gives the divisor of two polynomials, which is 1 for m and n.
+    """
+    if not all(value.is_Integer for value in values):
+        raise Unreadable("the divisor or multiple of numbers that are not known")
+    return values
 
 
 def _read_many(function: Callable[..., Any], reader: _Reader) -> Any:

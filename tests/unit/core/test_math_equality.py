@@ -5,6 +5,9 @@ Each list has the reference answer and the content of the response's box.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,6 +161,28 @@ EQUAL = [
     ("x=1,2", "x = 2, 1"),
     (r"\sqrt{x^2+1}", "(x^2+1)^{1/2}"),
     (r"(\frac{1}{2},3)", "(0.5,3)"),
+    ("6", "2(3)"),
+    ("2x+2", "(x+1)(2)"),
+    (r"6\pi", r"3\pi(2)"),
+    ("3x^2", "x^2(3)"),
+    ("5", "f(0) = 5"),
+    ("f(0.5) + 1", r"1 + f(\frac{1}{2})"),
+    (r"I(0)e^{-\frac{t}{RC}}", "I(0)e^{-t/(RC)}"),
+    (r"\gcd(m,n)", r"\operatorname{gcd}(m, n)"),
+    (r"\gcd(12,18)", "6"),
+    (r"\max(x,50)", r"\max(50,x)"),
+    (r"\sqrt{(x-20)^2}", "|20-x|"),
+    (r"\sqrt{ab}", r"\sqrt{a}\sqrt{b}"),
+    (r"\sqrt{4 \pi G \rho_{0} r_{0}^{2}}", r"2 r_0 \sqrt{\pi G \rho_0}"),
+    (r"\sqrt{(x-1)(x-2)}", r"\sqrt{x-1}\sqrt{x-2}"),
+    (r"\sqrt{x^2+1}-x", r"\frac{1}{\sqrt{x^2+1}+x}"),
+    (r"\lfloor n/20\rfloor", r"\lfloor \frac{n}{20} \rfloor"),
+    (r"x+\cosh^2 x-\sinh^2 x", "x+1"),
+    (r"\frac{(n+1)!}{n!}", "n+1"),
+    ("(x+i)(x-i)", "x^2+1"),
+    ("C", "c"),
+    (r"\text{(B)}", "(b)"),
+    ("f(x) = 2x", "g(x) = 2x"),
 ]
 
 DIFFERENT = [
@@ -248,7 +273,65 @@ DIFFERENT = [
     ("x+1", r"x+1+\epsilon"),
     ("1.23456789", "1.23456780"),
     ("1", "0.999999999999999999"),
+    ("f(0)", "0"),
+    ("V(0)", "W(0)"),
+    ("P(1)-P(0)", "P(2)-P(1)"),
+    (r"\Phi(1.5)-\Phi(0.5)", r"\Phi(2)-\Phi(1)"),
+    (r"\Gamma(0)", r"\beta(0)"),
+    ("F'(0)", "0"),
+    ("f^{-1}(0)", "0"),
+    ("f^{(2)}(0)", "0"),
+    ("x_1(0)", "0"),
+    ("i(0)", "0"),
+    (r"I(0)e^{-\frac{t}{RC}}", "0"),
+    (r"I(0)e^{-\frac{t}{RC}}", r"I(0)e^{-\frac{2t}{RC}}"),
+    ("f(-1)", "-f(1)"),
+    (r"\max(x,50)", "50"),
+    (r"\min(x,50)", "x"),
+    (r"\lfloor n/20\rfloor", r"\lfloor n/30\rfloor"),
+    (r"\lfloor\sqrt{n-1}\rfloor", r"\lfloor\sqrt{n-2}\rfloor"),
+    (r"\lfloor x\rfloor", r"\lceil x\rceil - 1"),
+    (r"\lfloor x+0.5\rfloor", r"\lfloor x+0.4\rfloor"),
+    (r"\arccos(\cos(x/20))", "x/20"),
+    ("y = |x-100|", "y = 100-x"),
+    ("1+e^{x-100}", "1"),
+    ("1+e^{-1000x}", "1"),
+    (r"\sqrt{x-5}", r"\sqrt{5-x}"),
+    (r"\gcd(m,n)", "1"),
+    (r"\gcd(m,n)", r"\gcd(m,n+1)"),
+    (r"\lcm(m,n)", "mn"),
+    ("MR=SRMC", "R=SRMC"),
+    ("MR=SRMC", "XYZ=SRMC"),
+    ("SRAC=LRAC", "ABC=LRAC"),
+    ("r", "R"),
+    ("K", "k"),
+    ("k", "K"),
+    ("a", "A"),
+    ("(r,s)", "(R,s)"),
+    ("(A,B)", "(a,b)"),
+    ("N=n", "N=N"),
+    ("f(n)=n^2", "f(x)=n^2"),
 ]
+
+
+def formulas_of_one_side() -> Iterator[tuple[str, str]]:
+    """Yields functions with a corner or a step at a random number, and the formula of one side."""
+    rng = random.Random(49)
+    for digits in (1, 2, 3, 4, 5):
+        a = rng.randint(10 ** (digits - 1), 10**digits)
+        yield f"|x-{a}|", f"{a}-x"
+        yield f"|x-{a}|", f"x-{a}"
+        yield f"|x+{a}|", f"x+{a}"
+        yield rf"\max(x,{a})", f"{a}"
+        yield rf"\max(x,{a})", "x"
+        yield rf"\min(x,{a})", "x"
+        yield rf"\sqrt{{(x-{a})^2}}", f"{a}-x"
+        yield rf"\sqrt{{(x+{a})^2}}", f"x+{a}"
+        yield rf"\lfloor n/{a}\rfloor", rf"\lfloor n/{2 * a + 1}\rfloor"
+        yield rf"|x-y-{a}|", f"{a}-x+y"
+        yield f"f({a})", f"{a}f"
+        yield rf"\gcd({a}m,n)", "1"
+
 
 HOSTILE = [
     "9^{9^{9^{9}}}",
@@ -283,7 +366,7 @@ def test_another_spelling_of_the_reference_is_right(reference: str, answer: str)
     assert accepts(reference, answer)
 
 
-@pytest.mark.parametrize(("reference", "answer"), DIFFERENT)
+@pytest.mark.parametrize(("reference", "answer"), [*DIFFERENT, *formulas_of_one_side()])
 def test_another_value_is_wrong(reference: str, answer: str) -> None:
     assert not accepts(reference, answer)
 
