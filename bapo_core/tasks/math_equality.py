@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from fractions import Fraction
 from typing import Any
 
 import mpmath  # type: ignore[import-untyped]
@@ -37,12 +37,23 @@ PLACES = 6
 """Decimal places to which a decimal may stand for a value that no decimal has. For a value below 1,
 they are significant digits."""
 _EXACT_PLACES = 12
-POINTS = 4
+POINTS = 6
 """Points at which two expressions with symbols are compared."""
-_TRIES = 24
+_TRIES = 36
+_TRIES_IN_PIECES = 96
+"""Points for |x|, a floor, a root, ..., whose pieces may agree in one place and differ in another.
+"""
+_NEAR = (Fraction(10),)
+_SCALES = (*(Fraction(10) ** n for n in range(-2, 5)), Fraction(10), Fraction(10))
+"""Magnitudes of coordinates, besides those of the numbers in the expressions."""
+_LARGEST_SCALE = 10**6
+_LARGEST_SCALE_OF_POWERS = 100
+_FAR_DIGITS = 260
+"""Decimal digits away from 1, where large terms cancel."""
 _MAX_OPS = 60
 """Operations of two expressions that SymPy may be asked to simplify."""
 _LARGEST_EXPONENT = 10**7
+_LARGEST_TERM = 10**100
 _CONTEXT = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
 _CONTEXT.dps = DIGITS
 
@@ -56,13 +67,27 @@ def equals(gold: Answer, answer: Answer, ordered: bool = False) -> bool:
 
     ordered: whether the order of a list without brackets matters.
     """
+    return _is_choice(gold, answer) or _equal(gold, answer, ordered)
+
+
+def _is_choice(gold: Answer, answer: Answer) -> bool:
+    """Returns whether an answer is a reference such as (A), the name of a choice, written small."""
+    if not isinstance(gold, Value) or not isinstance(answer, Value):
+        return False
+    one, other = gold.expression, answer.expression
+    if not one.is_Symbol or not other.is_Symbol or answer.unit:
+        return False
+    return one.name in _CHOICES and other.name == one.name.lower()
+
+
+def _equal(gold: Answer, answer: Answer, ordered: bool = False) -> bool:
     if isinstance(answer, Relation) and _contradicts(answer):
         return False
     compare = _COMPARISONS.get(type(gold)) if type(gold) is type(answer) else None
     if compare is not None:
         return compare(gold, answer, ordered)
     if isinstance(answer, Relation) and set(answer.operators) == {"="}:
-        return equals(gold, answer.sides[-1], ordered)
+        return _equal(gold, answer.sides[-1], ordered)
     if isinstance(gold, Words) or isinstance(answer, Words):
         return gold == answer
     regions = _region(gold), _region(answer)
@@ -71,7 +96,7 @@ def equals(gold: Answer, answer: Answer, ordered: bool = False) -> bool:
     inner_gold, inner_answer = _unwrapped(gold), _unwrapped(answer)
     if inner_gold is gold and (inner_answer is answer or isinstance(answer, Relation)):
         return False
-    return equals(inner_gold, inner_answer, ordered)
+    return _equal(inner_gold, inner_answer, ordered)
 
 
 def _unwrapped(answer: Answer) -> Answer:
@@ -128,7 +153,7 @@ def _same_members(gold: Sequence[Answer], answer: Sequence[Answer], ordered: boo
         left.pop(match)
     if not left:
         return True
-    repeated = any(equals(one, other) for n, one in enumerate(gold) for other in gold[:n])
+    repeated = any(_equal(one, other) for n, one in enumerate(gold) for other in gold[:n])
     return not repeated and all(
         any(_equal_elements(element, other, ordered) for element in gold) for other in left
     )
@@ -144,7 +169,7 @@ def _equal_elements(gold: Answer, answer: Answer, ordered: bool) -> bool:
         and gold.names[0] != answer.names[0]
     ):
         return False
-    return equals(gold, answer, ordered)
+    return _equal(gold, answer, ordered)
 
 
 def _equal_grids(gold: Grid, answer: Grid, ordered: bool) -> bool:
@@ -153,7 +178,7 @@ def _equal_grids(gold: Grid, answer: Grid, ordered: bool) -> bool:
         gold.kind == answer.kind
         and shapes[0] == shapes[1]
         and all(
-            equals(one, other, ordered)
+            _equal(one, other, ordered)
             for rows in zip(gold.rows, answer.rows, strict=True)
             for one, other in zip(*rows, strict=True)
         )
@@ -166,15 +191,16 @@ def _equal_joined(gold: Joined, answer: Joined, ordered: bool) -> bool:
     if gold.operator in (r"\cup", r"\cap"):
         return _same_members(gold.items, answer.items, ordered)
     return all(
-        equals(one, other, ordered) for one, other in zip(gold.items, answer.items, strict=True)
+        _equal(one, other, ordered) for one, other in zip(gold.items, answer.items, strict=True)
     )
 
 
 # ---- relations and intervals --------------------------------------------------------------------
 
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
-_CALL = re.compile(r"([A-Za-z])'*\([a-z](?:,[a-z])*\)")
+_CALL = re.compile(r"([A-Za-z])'*\(([a-z](?:,[a-z])*)\)")
 """A function of variables, such as f(x)."""
+_CHOICES = frozenset(("A", "B", "C", "D", "E"))
 Interval = tuple[Value, Value, bool, bool]
 """(lower end, upper end, whether it contains the lower end, the upper end)."""
 
@@ -208,10 +234,10 @@ def _equal_relations(gold: Relation, answer: Relation, ordered: bool) -> bool:
         return _equal_equations(gold, answer, ordered)
     if any(equations):
         return False
-    if gold.operators == answer.operators and all(map(equals, gold.sides, answer.sides)):
+    if gold.operators == answer.operators and all(map(_equal, gold.sides, answer.sides)):
         return True
     mirrored = _mirror(answer)
-    if gold.operators == mirrored.operators and all(map(equals, gold.sides, mirrored.sides)):
+    if gold.operators == mirrored.operators and all(map(_equal, gold.sides, mirrored.sides)):
         return True
     regions = _region(gold), _region(answer)
     if regions[0] is None or regions[1] is None or _variable(gold) != _variable(answer):
@@ -230,19 +256,21 @@ def _mirror(relation: Relation) -> Relation:
 
 def _equal_equations(gold: Relation, answer: Relation, ordered: bool) -> bool:
     if len(gold.sides) != 2:
-        return equals(gold.sides[-1], answer.sides[-1], ordered)
+        return _equal(gold.sides[-1], answer.sides[-1], ordered)
     left, right = gold.sides
     if len(answer.sides) != 2:
-        return _is_name(left) and equals(right, answer.sides[-1], ordered)
+        return _is_name(left) and _equal(right, answer.sides[-1], ordered)
     for first, second in (answer.sides, tuple(reversed(answer.sides))):
-        if equals(left, first, ordered) and equals(right, second, ordered):
+        if _equal(left, first, ordered) and _equal(right, second, ordered):
             return True
     if _is_name(left) and _is_name(answer.sides[0]) and gold.names[0] != answer.names[0]:
         # f(x) = 2x is accepted for y = 2x, and a = 5 for x = 5, but y = 2x not for x = 2x.
         calls = [_CALL.fullmatch(relation.names[0]) for relation in (gold, answer)]
         letter = calls[1][1] if calls[1] else answer.names[0]
+        if calls[0] and calls[1] and calls[0][2] != calls[1][2] and _symbols(right):
+            return False  # f(n) = n^2 is another function than f(x) = n^2.
         if Symbol(letter) not in _symbols(right) and (any(calls) or not _symbols(right)):
-            return equals(right, answer.sides[1], ordered)
+            return _equal(right, answer.sides[1], ordered)
     values = [*gold.sides, *answer.sides]
     if not all(isinstance(value, Value) for value in values):
         return False
@@ -251,6 +279,8 @@ def _equal_equations(gold: Relation, answer: Relation, ordered: bool) -> bool:
 
 
 def _symbols(answer: Answer) -> set[Any]:
+    if isinstance(answer, Words):  # SRMC in MR = SRMC is a name, too.
+        return set(map(Symbol, filter(str.isalpha, answer.text)))
     return set(answer.expression.free_symbols) if isinstance(answer, Value) else set()
 
 
@@ -378,9 +408,6 @@ def _pairs(gold: Value, answer: Value) -> Iterator[tuple[Any, Any]]:
                     number * Symbol(unit),
                 )
             )
-    if all(e.is_Symbol and len(e.name) == 1 for e in (first, second)):
-        # A choice among (A), (B), ... may be written small.
-        yield Symbol(first.name.lower()), Symbol(second.name.lower())
 
 
 def _equal_digits(gold: Value, answer: Value) -> bool:
@@ -433,12 +460,12 @@ def equal_expressions(one: Any, other: Any) -> bool:
 def _equal_functions(one: Any, other: Any) -> bool:
     """Returns whether two expressions with symbols agree at random points."""
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
-    values = islice(_samples((one, other), symbols), POINTS)
     agreed = 0
-    for agreed, (first, second) in enumerate(values, 1):  # noqa: B007 - the last one counts
+    for first, second in _samples((one, other), symbols):
         if not _close(first, second):
             return False
-    if agreed == POINTS:
+        agreed += 1
+    if agreed >= POINTS:
         return True
     if one.free_symbols != other.free_symbols or one.count_ops() + other.count_ops() > _MAX_OPS:
         return False
@@ -478,23 +505,102 @@ def _close(one: Any, other: Any) -> bool:
     return bool(abs(one - other) <= TOLERANCE * scale)
 
 
-def _samples(expressions: Sequence[Any], symbols: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yields the values of expressions at random points at which all are real and finite."""
-    rng = random.Random(0)
-    for attempt in range(_TRIES):
-        # Every second point is positive: at others, \sqrt{x} leaves the reals.
-        signs = [1 if attempt % 2 == 0 else rng.choice((-1, 1)) for _ in symbols]
-        point = {
-            symbol: _CONTEXT.mpf(sign * rng.randint(1, 9_999)) / rng.choice((997, 1_009, 9_973))
-            for sign, symbol in zip(signs, symbols, strict=True)
-        }
+def _samples(
+    expressions: Sequence[Any], symbols: Sequence[Any], needed: int = POINTS
+) -> Iterator[tuple[Any, ...]]:
+    """Yields the values of expressions at random points at which all are finite.
+
+    At the points that come first, no root or logarithm of a part leaves the reals, whatever the
+    signs of the coordinates: \\sqrt{a}\\sqrt{b} is \\sqrt{ab} there. If there are too few of these,
+    positive points follow at which they do. Expressions without pieces get `needed` points.
+    """
+    in_pieces = any(map(_has_pieces, expressions))
+    tries, needed = (_TRIES_IN_PIECES,) * 2 if in_pieces else (_TRIES, needed)
+    complex_values: list[tuple[Any, ...]] = []
+    found = 0
+    for point, digits in _points(expressions, symbols, tries):
+        imaginary: list[Any] = []
         try:
-            values = tuple(evaluate(expression, point) for expression in expressions)
+            with _CONTEXT.workdps(digits):
+                values = tuple(evaluate(expression, point, imaginary) for expression in expressions)
         except NoValue:
             continue
-        if attempt % 2 and any(abs(_CONTEXT.im(value)) > TOLERANCE for value in values):
+        if imaginary:
+            if min(point.values()) > 0:
+                complex_values.append(values)
             continue
         yield values
+        found += 1
+        if found == needed:
+            return
+    if found < POINTS:
+        yield from complex_values
+
+
+def _points(
+    expressions: Sequence[Any], symbols: Sequence[Any], count: int
+) -> Iterator[tuple[dict[Any, Any], int]]:
+    """Yields random points of mixed magnitude, and the digits that values need there.
+
+    Every second point is positive, and every third one has integers. All are positive where the
+    only pieces are roots of several letters, which are mostly lengths and masses then, so that
+    \\sqrt{a^2 b} is a\\sqrt{b}.
+    """
+    rng = random.Random(0)
+    positive = len(symbols) > 1 and not any(e.has(*_PIECEWISE) for e in expressions)
+    positive = positive and any(map(_has_pieces, expressions))
+    scales = _scales(expressions)
+    for attempt in range(count):
+        near = attempt % 3 == 0
+        point: dict[Any, Any] = {}
+        for symbol in symbols:
+            scale = rng.choice(_NEAR if near else scales)
+            sign = 1 if positive or attempt % 2 == 0 else rng.choice((-1, 1))
+            size = scale * Fraction(rng.randint(1, 9_999), rng.choice((9_973, 10_007, 10_009)))
+            if attempt % 3 == 2:
+                size = Fraction(max(1, round(size)))
+            point[symbol] = sign * size
+        yield point, DIGITS if near else _FAR_DIGITS
+
+
+def _scales(expressions: Sequence[Any]) -> list[Fraction]:
+    """Returns magnitudes of coordinates for expressions, by their numbers: 20 for |x - 20|."""
+    largest = _LARGEST_SCALE
+    if any(expression.has(*_GROWING) or _has_power(expression) for expression in expressions):
+        largest = _LARGEST_SCALE_OF_POWERS
+    numbers = {
+        size
+        for expression in expressions
+        for number in expression.atoms(sympy.Rational)
+        for size in (Fraction(number.p, number.q), Fraction(number.q, number.p or 1))
+        if Fraction(1, _LARGEST_SCALE) <= abs(size) <= largest and abs(size) != 1
+    }
+    own = [2 * abs(number) for number in sorted(numbers)[:8]]
+    return [scale for scale in (*_SCALES, *own) if scale <= 2 * largest]
+
+
+def _has_power(expression: Any) -> bool:
+    """Returns whether an exponent has a symbol."""
+    return any(power.exp.free_symbols for power in expression.atoms(sympy.Pow))
+
+
+def _has_pieces(expression: Any) -> bool:
+    """Returns whether an expression may have other formulas in other regions, as |x| has."""
+    return bool(expression.has(*_PIECEWISE)) or any(
+        power.exp.is_Rational and not power.exp.is_Integer and power.base.free_symbols
+        for power in expression.atoms(sympy.Pow)
+    )
+
+
+_GROWING = (
+    *(sympy.exp, sympy.sinh, sympy.cosh, sympy.tanh, sympy.coth),
+    *(sympy.factorial, sympy.binomial, sympy.gamma),
+)
+_PIECEWISE = (
+    *(sympy.floor, sympy.ceiling, sympy.Abs, sympy.Max, sympy.Min, sympy.sign, sympy.log),
+    *(sympy.re, sympy.im, sympy.arg, sympy.conjugate),
+    *(sympy.asin, sympy.acos, sympy.atan, sympy.acot, sympy.asec, sympy.acsc),
+)
 
 
 def _proportional(one: Any, other: Any) -> bool:
@@ -504,7 +610,7 @@ def _proportional(one: Any, other: Any) -> bool:
         return False
     ratio: Any = None
     agreed = 0
-    for first, second in _samples((one, other), symbols):
+    for first, second in _samples((one, other), symbols, 2 * POINTS):
         if abs(second) < TOLERANCE or abs(first) < TOLERANCE:
             continue
         quotient = first / second
@@ -512,9 +618,7 @@ def _proportional(one: Any, other: Any) -> bool:
             return False
         ratio = quotient
         agreed += 1
-        if agreed > POINTS:
-            return True
-    return False
+    return agreed >= POINTS
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
@@ -595,33 +699,44 @@ def _real(value: Any) -> Any:
     return _CONTEXT.re(value)
 
 
-def evaluate(expression: Any, point: dict[Any, Any]) -> Any:
-    """Returns the value of an expression at a point, to `DIGITS` digits. Raises `NoValue`."""
+def evaluate(expression: Any, point: dict[Any, Any], imaginary: list[Any] | None = None) -> Any:
+    """Returns the value of an expression at a point, to `DIGITS` digits. Raises `NoValue`.
+
+    imaginary: gets the values of the expression's parts that are not real.
+    """
     if expression.is_Rational:
         return _CONTEXT.mpf(expression.p) / expression.q
     if expression.is_Symbol:
-        return point[expression]
+        return _CONTEXT.mpf(point[expression].numerator) / point[expression].denominator
     if expression is sympy.pi:
         return +_CONTEXT.pi
     if expression is sympy.E:
         return +_CONTEXT.e
     if expression is sympy.I:
+        if imaginary is not None:
+            imaginary.append(expression)
         return _CONTEXT.mpc(0, 1)
     function = _FUNCTIONS.get(expression.func)
     if function is None:
         raise NoValue(f"{expression.func} is not evaluated")
-    values = [evaluate(argument, point) for argument in expression.args]
+    values = [evaluate(argument, point, imaginary) for argument in expression.args]
     try:
-        return _finite(function(*values))
+        value = _finite(function(*values))
     except (ArithmeticError, ValueError, TypeError, OverflowError) as error:
         raise NoValue(str(error)) from error
+    if imaginary is not None and abs(_CONTEXT.im(value)) > TOLERANCE:
+        imaginary.append(expression)
+    return value
 
 
 def _add(values: Sequence[Any]) -> Any:
     total = _CONTEXT.fsum(values)
     # Terms that cancel leave nothing but the error of the arithmetic.
     largest = max((abs(value) for value in values), default=0)
-    return total if abs(total) > largest * _CONTEXT.mpf(10) ** (8 - DIGITS) else _CONTEXT.mpf(0)
+    left = _CONTEXT.mpf(10) ** -_CONTEXT.dps * largest
+    if largest > _LARGEST_TERM and abs(total) < left * _CONTEXT.mpf(10) ** 50:
+        raise NoValue("the terms cancel, and too few digits are left")
+    return total if abs(total) > left * 10**8 else _CONTEXT.mpf(0)
 
 
 def _finite(value: Any) -> Any:
