@@ -15,6 +15,7 @@ from bapo_core.config.rollouts import RewardConfig
 from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import find
 from bapo_core.tasks import Task
+from bapo_core.tasks.base import MAX_REWARD
 
 ANSWER = "answer"
 """Name of the part that is the verdict's own reward, which every response has."""
@@ -52,9 +53,11 @@ def total_reward(parts: Mapping[str, float], settings: RewardConfig) -> float:
     """Returns the reward of a response with these parts.
 
     R = wrong + (correct - wrong) answer + sum_p weight_p part_p + overlong_weight overlong
+
+    It is at most `MAX_REWARD` away from 0, whatever the weights, because it is stored as float32.
     """
     reward = reward_without_length(parts, settings)
-    return reward + settings.overlong_weight * parts.get(OVERLONG, 0.0)
+    return _bound(reward + settings.overlong_weight * parts.get(OVERLONG, 0.0))
 
 
 def reward_without_length(parts: Mapping[str, float], settings: RewardConfig) -> float:
@@ -64,7 +67,12 @@ def reward_without_length(parts: Mapping[str, float], settings: RewardConfig) ->
     2503.14476, Eq. 11) compares answers.
     """
     reward = settings.wrong + (settings.correct - settings.wrong) * parts.get(ANSWER, 0.0)
-    return reward + sum(weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
+    weighed = (weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
+    return _bound(reward + sum(weighed))
+
+
+def _bound(reward: float) -> float:
+    return max(-MAX_REWARD, min(MAX_REWARD, reward))
 
 
 def overlong_punishment(tokens: int, max_tokens: int, share: float) -> float:

@@ -23,6 +23,9 @@ templates: {"type": "text", "text": ...} and {"type": "image", **reference}.
 DEMONSTRATION = "demonstration"
 """Key of a payload, and column of a data set, that holds a correct response to the problem."""
 
+MAX_REWARD = float((2 - 2**-23) * 2**127)
+"""Largest reward and part of a reward: the largest float32, in which they are stored."""
+
 Key = TypeVar("Key")
 Drawn = TypeVar("Drawn")
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import math
 import mmap
 import os
 import pickle
@@ -35,6 +34,7 @@ from typing import Any
 from bapo_core.errors import PayloadError, RewardError, TaskError
 from bapo_core.reward_files import FUNCTION
 from bapo_core.tasks import Task, get_task
+from bapo_core.tasks.base import MAX_REWARD
 from services.common.errors import describe_error
 from services.verifier.confinement import confine
 
@@ -108,9 +108,10 @@ class _Worker:
             if warm_up is not None:
                 warm_up()
         except (TaskError, ValueError) as error:
-            return str(error)
+            return _clean(_message(error))
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool reports it
-            return f"task {name} does not start: {type(error).__name__}: {error}"
+            text = f"task {name} does not start: {type(error).__name__}: {_message(error)}"
+            return _clean(text)
         self._task, self._load = task, getattr(task, "load", None)
         # Imported modules never become garbage; the collector need not scan SymPy's objects.
         gc.freeze()
@@ -144,7 +145,7 @@ class _Worker:
                     PROGRESS.pack_into(self._progress, 0, now, index)
                 results.append(score(self._task, payload, response))
             except PayloadError as error:
-                self.send([[], False, str(error)])
+                self.send([[], False, _clean(_message(error))])
                 return
             except MemoryError:
                 # Code that ran out of memory half-way may be broken: a new process goes on.
@@ -173,8 +174,11 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
         verdict = task.verify(payload, response)
         reward, status, answer = float(verdict.reward), str(verdict.status), verdict.answer
         parts = {str(name): float(value) for name, value in verdict.parts.items()}
-        if not all(map(math.isfinite, (reward, *parts.values()))):
-            raise ValueError(f"the reward is {reward}, with the parts {parts}; make all finite")
+        if not all(abs(value) <= MAX_REWARD for value in (reward, *parts.values())):
+            raise ValueError(
+                f"the reward is {reward}, with the parts {parts}; make all finite numbers of at "
+                f"most {MAX_REWARD:.2g}"
+            )
         if len(parts) > MAX_PARTS or not all(map(_STATUS.fullmatch, parts)):
             raise ValueError(
                 f"the parts of the reward are {sorted(parts)!r:.200}; give at most {MAX_PARTS}, "
@@ -196,8 +200,12 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
 
 
 def _describe(error: BaseException) -> str:
+    return _message(error, str if isinstance(error, RewardError) else describe_error)
+
+
+def _message(error: BaseException, describe: Callable[[BaseException], str] = str) -> str:
     try:
-        return str(error) if isinstance(error, RewardError) else describe_error(error)
+        return describe(error)
     except MemoryError:
         raise
     except BaseException as second:  # noqa: BLE001

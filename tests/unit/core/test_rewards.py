@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,3 +161,14 @@ def test_a_verdict_is_correct_by_its_status_or_from_a_reward_on(
     reward: float, status: str, solved_at: float | None, expected: bool
 ) -> None:
     assert is_solved(reward, status, solved_at) == expected
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-30, 1.0, 1e10, 1e38, 3.4e38]), min_size=3, max_size=3))
+def test_a_weighed_sum_of_rewards_stays_within_float32(sizes: list[float]) -> None:
+    weights = {"format": 1e10, "length": -1e30}
+    settings = RewardConfig(correct=2.0, wrong=-1.0, weights=weights)
+    for sign in (1, -1):
+        answer, form, length = (sign * size for size in sizes)
+        parts = {"answer": answer, "format": form, "length": length}
+        for reward in (total_reward(parts, settings), reward_without_length(parts, settings)):
+            assert np.isfinite(np.float32(reward))

@@ -105,6 +105,10 @@ class OddTask:
             return Verdict(1.0, VerdictStatus.OK, parts={chr(0xD800): 1.0})
         elif response == "huge reward":
             return Verdict(10**400, VerdictStatus.OK)
+        elif response == "reward beyond float32":
+            return Verdict(1e300, VerdictStatus.OK)
+        elif response == "part beyond float32":
+            return Verdict(1.0, VerdictStatus.OK, parts={"length": -1e39})
         elif response == "text reward":
             return Verdict(chr(0xD800), VerdictStatus.OK)
         elif response == "no verdict":
@@ -127,7 +131,7 @@ class LoadingTask(OddTask):
     def load(self, payload):
         time.sleep(payload["load_s"])
         if payload["n"] < 0:
-            raise PayloadError(f"n is {payload['n']}; make it positive")
+            raise PayloadError(f"n is {payload['n']}; make it positive" + payload.get("more", ""))
 
 
 class HeavyTask(OddTask):
@@ -135,6 +139,13 @@ class HeavyTask(OddTask):
 
     def warm_up(self):
         bytearray(300 << 20)
+
+
+class RefusingTask(OddTask):
+    name = "refusing"
+
+    def __init__(self):
+        raise ValueError(chr(0xD800) + " is no text")
 
 
 class Lacking:
@@ -151,7 +162,7 @@ def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-task\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[bapo.tasks]\nodd = odd_task:OddTask\nloading = odd_task:LoadingTask\n"
-        "heavy = odd_task:HeavyTask\n"
+        "heavy = odd_task:HeavyTask\nrefusing = odd_task:RefusingTask\n"
         "lacking = odd_task:Lacking\ngone = no_such_module:Task\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

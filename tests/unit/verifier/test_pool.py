@@ -181,8 +181,8 @@ def test_loading_a_payload_does_not_count_against_the_deadline(pool: VerifierPoo
 
 
 def test_a_payload_that_is_refused_fails_the_batch_and_not_the_process(pool: VerifierPool) -> None:
-    good, bad = {"n": 1, "load_s": 0.0}, {"n": -1, "load_s": 0.0}
-    with pytest.raises(PayloadError, match="n is -1; make it positive"):
+    good, bad = {"n": 1, "load_s": 0.0}, {"n": -1, "load_s": 0.0, "more": chr(0xD800)}
+    with pytest.raises(PayloadError, match=r"n is -1; make it positive\\ud800"):
         pool.verify("loading", {}, [(good, "a"), (bad, "b"), (good, "c")])
     assert pool.waiting() == 0
     assert pool.verify("loading", {}, [(good, "a")])[0].status == "ok"
@@ -358,6 +358,9 @@ def test_options_that_a_task_refuses_are_an_error(pool: VerifierPool) -> None:
         pool.verify("odd", {"reward": "x"}, [(ODD, "a")])
     with pytest.raises(TaskRefused, match="cannot load no_such_module:Task of odd-task"):
         pool.verify("gone", {}, [(ODD, "a")])
+    with pytest.raises(TaskRefused, match="ud800 is no text") as refusal:
+        pool.verify("refusing", {}, [(ODD, "a")])
+    assert str(refusal.value).encode()
     assert odd(pool, ["a"]) == ["ok"]
 
 
@@ -438,6 +441,8 @@ HOSTILE = [
     "surrogate status",
     "surrogate part",
     "huge reward",
+    "reward beyond float32",
+    "part beyond float32",
     "text reward",
     "no verdict",
     "parts that raise",
