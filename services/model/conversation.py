@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -117,15 +116,25 @@ def tokenize_conversation(
         return [*prompt, *tokenizer.encode(prefix, add_special_tokens=False)]
 
 
-_DATE_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+_DIRECTIVES = (
+    *"aAbBcdDeFfgGhHIjklmMnpPrRsStTuUVwWxXyYzZ",
+    *(f"-{key}" for key in "deHIjklmMSuUVwWy"),
+)
+"""Letters after % in the format of a date."""
 
 
 def _dated_template(template: str, day: date) -> str:
-    """Returns a chat template that prints `day` instead of today, where it prints a date.
+    """Returns a chat template in which the function `strftime_now` gives `day` instead of today.
 
-    transformers gives templates no functions but its own, so the calls become the text of the date.
+    transformers gives templates no functions but its own, so a macro of this name hides its
+    function. The line break, which Jinja removes, keeps the template's first line a line.
     """
-    return _DATE_CALL.sub(lambda call: f'"{day.strftime(call["format"])}"', template)
+    if "strftime_now" not in template:
+        return template
+    texts = {f"%{key}": day.strftime(f"%{key}") for key in _DIRECTIVES}
+    replaced = "".join(f".replace({key!r}, {text!r})" for key, text in texts.items())
+    macro = f"format.replace('%%', '\\0'){replaced}.replace('\\0', '%')"
+    return f"{{%- macro strftime_now(format) -%}}{{{{- {macro} -}}}}{{%- endmacro %}}\n{template}"
 
 
 def decode_response(

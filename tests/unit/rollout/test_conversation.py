@@ -58,6 +58,26 @@ def test_a_template_that_prints_the_date_prints_the_given_day() -> None:
     assert texts == ["2611+3+4", "2611+3+4", "0201+3+4"]
 
 
+@pytest.mark.parametrize(
+    "date_of_today",
+    [
+        "{% set f = '%d%m' %}{{ strftime_now(f) }}",
+        "{{ strftime_now(format='%d%m') }}",
+        "{% set now = strftime_now %}{{ now('%d%m') }}",
+        "{{ strftime_now('%d' ~ '%m') }}",
+        "{% macro today() %}{{ strftime_now('%d%m') }}{% endmacro %}{{ today() }}",
+        "{% if strftime_now is defined %}{{ strftime_now('%d%m') }}{% endif %}",
+        "{{ '%d%m' | replace('x', '') if false else strftime_now(\n '%d%m' ) }}",
+    ],
+)
+def test_the_given_day_is_printed_however_the_template_asks_for_it(date_of_today: str) -> None:
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = date_of_today + "+{{ messages[0]['content'] }}"
+    message = {"role": "user", "content": "3+4"}
+    day = date(2025, 1, 2)
+    assert tokenizer.decode(tokenize_conversation(tokenizer, [message], None, day)) == "0201+3+4"
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_without_a_given_day_the_date_is_fixed(named: bool) -> None:
     """A tokenizer may have several templates by name, of which `default` renders conversations."""
