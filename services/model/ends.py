@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from services.model.json_files import read_object, section_of
+
+log = logging.getLogger(__name__)
 
 
 def find_end_tokens(directory: Path) -> list[int]:
@@ -24,6 +27,11 @@ def find_end_tokens(directory: Path) -> list[int]:
             found.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
     found.update(_find_tokenizer_end(directory))
     return sorted(found)
+
+
+def log_end_tokens(ends: Sequence[int]) -> None:
+    """Says which tokens end a response, as every engine does when it has read a model."""
+    log.info("responses end with the tokens %s", ", ".join(map(str, ends)))
 
 
 def _find_tokenizer_end(directory: Path) -> Iterator[int]:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
-from services.model.ends import find_end_tokens
+from services.model.ends import find_end_tokens, log_end_tokens
 from services.model.json_files import read_object
 from services.model.layers import has_recurrent_layers
 from services.model.load_errors import explain_load_error
@@ -482,7 +482,7 @@ def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
             f"{directory or 'the model'}: names no end token, so no response could ever end; set "
             "eos_token_id in generation_config.json"
         )
-    log.info("responses end with the tokens %s", ", ".join(map(str, ends)))
+    log_end_tokens(ends)
     return ends
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
-from services.model.ends import find_end_tokens
+from services.model.ends import find_end_tokens, log_end_tokens
 from services.model.json_files import read_object, section_of
 from services.model.layers import ATTENTION
 from services.model.vision import WITH_VLLM
@@ -144,4 +144,5 @@ def _end_tokens(directory: Path) -> list[int]:
             f"{directory}: names no end token, so no response could ever end; set eos_token_id in "
             "generation_config.json"
         )
+    log_end_tokens(ends)
     return ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from services.model.vision import WITH_VLLM
 from services.rollout.vllm.server import NodePlace, VllmOptions, compiler_environment
+from services.rollout.vllm.weight_layout import read_layout
 from tests.micro import save_micro_vision_model
 
 SOCKET = Path("/sockets/api.sock")
@@ -171,3 +173,13 @@ def test_models_with_recurrent_layers_have_arguments_of_their_own(tmp_path: Path
     other = save_micro_vision_model(tmp_path / "other", "qwen3_vl")
     assert "--of-recurrent" in options.command(recurrent, SOCKET)
     assert "--of-recurrent" not in options.command(other, SOCKET)
+
+
+def test_the_tokens_that_end_a_response_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save_micro_vision_model(tmp_path)
+    with caplog.at_level(logging.INFO):
+        ends = read_layout(directory).ends
+    said = f"responses end with the tokens {', '.join(map(str, ends))}"
+    assert [record.getMessage() for record in caplog.records] == [said]
