@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +14,14 @@ from bapo_core.config import load_config
 from bapo_core.errors import BapoError
 from bapo_core.tasks.countdown import CountdownTask
 from services.cli.console import plain_console
-from services.cli.evaluate import PROMPTS_AT_ONCE, evaluate_directory, show_progress
+from services.cli.evaluate import (
+    PROMPTS_AT_ONCE,
+    _note_cut_off,
+    evaluate_directory,
+    show_progress,
+)
 from services.model.resolve import TINY_MODEL
+from services.rollout.api.wire import GeneratedGroup
 from services.verifier.pool import VerifierPool
 
 
@@ -66,3 +75,44 @@ def test_an_evaluation_without_a_terminal_prints_how_far_it_is() -> None:
     lines = printed.getvalue().splitlines()
     assert lines[:3] == [f"math500: {start} of 500 prompts" for start in (0, 32, 64)]
     assert len(lines) == len(starts) // 2
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (["stop", "stop", "stop", "stop"], ""),
+        (["stop", "length", "stop", "stop"], "25.0% of the responses to held_out"),
+        (["length", "length", "stop", "length"], "75.0% of the responses to held_out"),
+    ],
+)
+def test_the_share_of_responses_that_are_cut_off_is_printed(
+    reasons: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    responses = [{"token_ids": [1], "logprobs": [0.0], "finish_reason": why} for why in reasons]
+    groups = [
+        GeneratedGroup.model_validate(
+            {"index": n, "policy_version": 1, "responses": responses[2 * n : 2 * n + 2]}
+        )
+        for n in (0, 1)
+    ]
+    _note_cut_off("held_out", groups, 256)
+    printed = capsys.readouterr().err
+    assert (said in printed) if said else not printed
+    assert not said or " were cut off at 256 tokens (rollout.max_response_tokens)" in printed
+    assert ("raise the limit" in printed) == (reasons.count("length") == 3)
+
+
+def test_references_that_cannot_be_read_are_noted_before_the_evaluation(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n}?", "answer": r"\foo{2} + 1" if n == 3 else "4"} for n in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = ["task.name=math", "evaluation.samples=1", "rollout.max_response_tokens=1"]
+    config = load_config(
+        None, [*overrides, f"evaluation.sets={{small: {{path: {file}}}}}", "task.train_prompts=256"]
+    )
+    notes: list[str] = []
+    with suppress(BapoError):  # the tiny model's tokenizer has no letters
+        evaluate_directory(config, TINY_MODEL, note=notes.append)
+    (note,) = notes
+    assert "the reference answers of 1 of 8, for example of row 4" in note
+    assert "cannot be read as mathematics" in note
