@@ -401,6 +401,11 @@ SPELLINGS: dict[str, Change] = {
         r"# cm",
         r"#\mbox{ inches}^2",
         r"# \text{ people}",
+        r"#\,\mathrm{m/s^2}",
+        "# km/h",
+        "# USD",
+        "#°C",
+        "€#",
         r"\$#",
         r"#\%",
     ),
@@ -419,6 +424,7 @@ SPELLINGS: dict[str, Change] = {
     ),
     "summands in another order": _summands,
     "words without a command": _bare_words,
+    "infix fractions": _substitute(r"\\frac\{(\d+)\}\{(\d+)\}", r"{\1 \\over \2}"),
 }
 
 

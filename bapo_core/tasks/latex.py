@@ -144,6 +144,8 @@ _DROPPED = frozenset(
         r"\relax",
         r"$",
         r"\$",
+        "€",
+        "£",
         r"\(",
         r"\)",
         r"\[",
@@ -229,6 +231,11 @@ _TEXTS = frozenset(
         r"\mathtt",
     ]
 )
+_INFIX = {r"\over": r"\frac", r"\choose": r"\binom"}
+_TIME = re.compile(r"(?<=:[0-9]{2})\s*([AaPp])\.?\s?[Mm](?![A-Za-z])\.?")
+"""The half of the day of a time such as 7:30 pm."""
+_MEASURE = re.compile(r"([-+]?[0-9][0-9.,]*) ([A-Za-z][A-Za-z/^0-9 ]*)")
+"""A number with a unit, or with other words."""
 _BOXES = frozenset((r"\boxed", r"\fbox"))
 _CONNECTORS = frozenset(("and", "or", ",", ";", ", and", ", or", "and/or"))
 _FUNCTION_WORDS = "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh sqrt"
@@ -275,7 +282,8 @@ def normalise_tokens(text: str) -> list[str]:
     if r"\begin" not in text:
         # A row separator means nothing outside an environment: it is a doubled backslash.
         text = text.replace(r"\\", "\\")
-    tokens = list(_spelled(split_tokens(text)))
+    text = _TIME.sub(lambda time: rf" \text{{{time[1].lower()}.m}}", text)
+    tokens = _infixed(list(_spelled(split_tokens(text))))
     return trim(_merge_words(_mark_degrees(tokens)))
 
 
@@ -309,6 +317,29 @@ def _spelled(tokens: Sequence[str]) -> Iterator[str]:
             yield from (r"\sqrt", "{", *_spelled(content), "}")
         else:
             yield _RENAMED.get(token, token)
+
+
+def _infixed(tokens: list[str]) -> list[str]:
+    """Writes `{a \\over b}` as `\\frac{a}{b}`, and `{n \\choose k}` as `\\binom{n}{k}`."""
+    while True:
+        position = next((n for n, token in enumerate(tokens) if token in _INFIX), None)
+        if position is None:
+            return tokens
+        depth, start = 0, position
+        while start and depth >= 0:
+            start -= 1
+            depth += (tokens[start] == "}") - (tokens[start] == "{")
+        begin = start + 1 if depth < 0 else 0
+        end = (matching(tokens, start) if depth < 0 else None) or len(tokens)
+        operands = tokens[begin:position], tokens[position + 1 : end]
+        command = _INFIX[tokens[position]]
+        if depth < 0 and "".join(tokens[:start]).rstrip()[-1:].isdigit():
+            begin, end = start, end + 1  # 1{1 \\over 2} is the mixed number 1\\frac{1}{2}.
+        tokens = [
+            *tokens[:begin],
+            *(command, "{", *operands[0], "}", "{", *operands[1], "}"),
+            *tokens[end:],
+        ]
 
 
 def _radicand(tokens: Sequence[str], position: int) -> tuple[Sequence[str], int]:
@@ -364,6 +395,8 @@ def _text_tokens(content: str, command: str) -> Iterator[str]:
         yield f"\\{words}"
     elif _NUMBER_OR_SYMBOL.fullmatch(words) or "\\" in words:
         yield from _spelled(split_tokens(words))
+    elif (measure := _MEASURE.fullmatch(words)) is not None:
+        yield from (*measure[1], BLANK, f"{TEXT}{measure[2]}}}")
     else:
         yield f"{TEXT}{words}}}"
 

@@ -138,9 +138,11 @@ UNITS = {
     **dict.fromkeys(("h", "hr", "hour"), "h"),
     **dict.fromkeys(("day", "d"), "day"),
     **dict.fromkeys(("year", "yr"), "year"),
+    **{"a.m": "a.m", "p.m": "p.m"},
     **{unit: unit for unit in ("week", "month", "dollar", "cent", "degree", "radian")},
 }
 """Spellings of units, in the singular, and the unit that they mean."""
+_UNIT_EXPONENT = re.compile(r"\^\{?-?[0-9]\}?")
 _OTHER_UNITS = frozenset(
     [
         "units",
@@ -194,6 +196,8 @@ _OTHER_UNITS = frozenset(
         "newtons",
         "kelvin",
         "celsius",
+        "usd",
+        "eur",
         "fahrenheit",
         "bits",
         "bytes",
@@ -522,6 +526,9 @@ def _unit_splits(tokens: Sequence[str]) -> Iterator[tuple[list[str], str]]:
     if tokens and (tokens[-1] == "%" or (tokens[-1] == DEGREE and not _is_angle(tokens))):
         yield trim(tokens[:-1]), "%" if tokens[-1] == "%" else "degree"
         return
+    if tokens[-1:] in (["C"], ["F"]) and trim(tokens[:-1])[-1:] == [DEGREE]:
+        yield trim(trim(tokens[:-1])[:-1]), "degree"
+        return
     for start in range(1, len(tokens)):
         unit = _unit_from(tokens, start)
         if unit:
@@ -545,14 +552,17 @@ def _unit_from(tokens: Sequence[str], start: int) -> str:
     while position < len(tokens):
         token = tokens[position]
         if token.startswith(TEXT):
-            words.append(token[len(TEXT) : -1])
+            words.append(_UNIT_EXPONENT.sub(" ", token[len(TEXT) : -1]))
             position += 1
         elif len(token) == 1 and token.isalpha():
             end = position
             while end < len(tokens) and len(tokens[end]) == 1 and tokens[end].isalpha():
                 end += 1
             word = "".join(tokens[position:end])
-            if not (words and len(word) > 1) and not _is_unit_word(word, tokens[:start]):
+            follows = bool(words) and (
+                len(word) > 1 or (tokens[position - 1] == "/" and word in UNITS)
+            )
+            if not follows and not _is_unit_word(word, tokens[:start]):
                 return ""
             words.append(word)
             position = end

@@ -201,6 +201,7 @@ _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne
 _CALL = re.compile(r"([A-Za-z])'*\(([a-z](?:,[a-z])*)\)")
 """A function of variables, such as f(x)."""
 _CHOICES = frozenset(("A", "B", "C", "D", "E"))
+_REALS = Symbol(r"\mathbb{R}")
 Interval = tuple[Value, Value, bool, bool]
 """(lower end, upper end, whether it contains the lower end, the upper end)."""
 
@@ -294,6 +295,8 @@ def _region(answer: Answer) -> list[Interval] | None:
         return _regions(answer.items) if answer.operator == r"\cup" else None
     if isinstance(answer, Relation):
         return _region_of_inequality(answer)
+    if isinstance(answer, Value) and answer.expression == _REALS:
+        return [(Value(-sympy.oo), Value(sympy.oo), False, False)]
     if not isinstance(answer, Items):
         return None
     if not answer.opening:

@@ -183,6 +183,21 @@ EQUAL = [
     ("C", "c"),
     (r"\text{(B)}", "(b)"),
     ("f(x) = 2x", "g(x) = 2x"),
+    ("5", r"5\,\mathrm{m/s^2}"),
+    ("42", r"\text{42 cm}"),
+    ("5", "5 km/h"),
+    ("5", "5 USD"),
+    ("5", "5°C"),
+    ("5", "€5"),
+    (r"\frac{3}{2}", r"{3 \over 2}"),
+    (r"x+\frac{a+1}{2}", r"x+{a+1 \over 2}"),
+    ("10", r"{5 \choose 2}"),
+    (r"1\frac{1}{2}", r"1{1 \over 2}"),
+    (r"\sqrt{1.5}", r"\sqrt{3 \over 2}"),
+    (r"(-\infty,\infty)", r"\mathbb{R}"),
+    (r"\mathbb{R}", r"x \in (-\infty,\infty)"),
+    ("7:30 p.m.", "7:30 pm"),
+    (r"7:30 \text{ p.m.}", "7:30 PM"),
 ]
 
 DIFFERENT = [
@@ -311,6 +326,16 @@ DIFFERENT = [
     ("(A,B)", "(a,b)"),
     ("N=n", "N=N"),
     ("f(n)=n^2", "f(x)=n^2"),
+    ("7:30 p.m.", "8:30 pm"),
+    ("7:30 p.m.", "7:30 a.m."),
+    (r"7:30 \text{ p.m.}", "7:30 AM"),
+    (r"5\,\mathrm{m/s^2}", r"5\,\mathrm{m/s^3}"),
+    (r"\text{42 cm}", r"\text{42 m}"),
+    ("5", r"\text{5 or more}"),
+    ("5", r"\text{5 million}"),
+    (r"\frac{3}{2}", r"{2 \over 3}"),
+    (r"\mathbb{R}", r"(0,\infty)"),
+    ("5", "5C"),
 ]
 
 
