@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import pwd
+import re
 import shutil
 import signal
 import stat
@@ -13,7 +14,7 @@ import subprocess
 from pathlib import Path
 
 from bapo_core.errors import BapoError
-from services.common.process import as_user
+from services.common.process import as_user, describe_exit
 from services.stack.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 READY_WITHIN_S = 60.0
 USER = "embedded_postgres"
 """Postgres refuses to run as root. Where we are root, it runs as this user."""
+_INITDB_ERROR = re.compile(r"^.*?(?:error|FATAL|PANIC): +(.*)", re.MULTILINE)
 
 
 def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
@@ -74,8 +76,25 @@ def find_binaries() -> Path:
 
 
 def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
+    """Makes an empty database cluster, as a whole or not at all.
+
+    Raises `BapoError` when the directory has other files, and when Postgres's `initdb` fails.
+    """
+    if data.exists() and any(data.iterdir()):
+        raise BapoError(
+            f"{data} has files, but not PG_VERSION, without which they are no database of "
+            "Postgres; restore a backup of this directory, or move it away to begin with an empty "
+            "database"
+        )
+    # An `initdb` that is interrupted leaves a directory that looks like a finished cluster.
+    partial = data.with_name(f"{data.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(mode=0o700)
+    if user is not None:
+        shutil.chown(partial, user)
     initdb = subprocess.run(
-        [f"{binaries}/initdb", f"-D{data}", "-Upostgres", "-Eutf8", "--auth=trust"],
+        [f"{binaries}/initdb", f"-D{partial}", "-Upostgres", "-Eutf8", "--auth=trust"],
         **as_user(user),
         capture_output=True,
         text=True,
@@ -87,11 +106,18 @@ def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
             "start the container as a user that has one"
         )
     if initdb.returncode:
-        raise BapoError(f"initdb failed in {data}: {initdb.stderr.strip().splitlines()[-1]}")
+        # Hints and what `initdb` does afterwards follow the error.
+        error = _INITDB_ERROR.search(initdb.stderr)
+        reason = error[1] if error else f"initdb {describe_exit(initdb.returncode)}"
+        raise BapoError(
+            f"Postgres could not make a database in {data}: {reason}; correct this (a full disk "
+            "needs space, a directory the right to write to it), and repeat the command"
+        )
+    partial.replace(data)
 
 
 def _remove_stale_pid(data: Path) -> None:
-    """Removes the file in which Postgres keeps its process id, unless that is a Postgres.
+    """Removes the file in which Postgres keeps its process id, unless that is a Postgres on `data`.
 
     After a power loss the file stays, and its number soon belongs to another process of the user,
     for which Postgres refuses to start. The lock of the stack keeps others from this directory.
@@ -99,13 +125,28 @@ def _remove_stale_pid(data: Path) -> None:
     path = data / "postmaster.pid"
     try:
         process = int(path.read_text().split("\n", 1)[0])
-        program = Path(f"/proc/{process}/exe").readlink().name
-    except FileNotFoundError:
-        program = ""  # there is no file, or no such process
-    except ValueError:
-        program = ""  # a half-written file
-    if not program.startswith("postgres"):
+    except (FileNotFoundError, ValueError):  # There is no file, or a half-written one.
+        process = 0
+    if not _serves(process, data):
         path.unlink(missing_ok=True)
+
+
+def _serves(process: int, data: Path) -> bool:
+    """Returns whether a process is a Postgres on `data`, which is its working directory.
+
+    Its user owns `data`, or it would have refused to start.
+    """
+    entry = Path(f"/proc/{process}")
+    try:
+        if entry.stat().st_uid != data.stat().st_uid:
+            return False
+        program = (entry / "exe").readlink().name
+        return program.startswith("postgres") and (entry / "cwd").samefile(data)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except PermissionError:
+        # Root without CAP_SYS_PTRACE, as in containers, reads nothing of the user of Postgres.
+        return True
 
 
 def _let_root_alone_connect(sockets: Path, user: str) -> list[str]:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,9 +18,33 @@ import pytest
 from bapo_core.errors import BapoError
 from services.common.errors import ServiceError
 from services.common.http import HttpClient
-from services.stack.postgres import _remove_stale_pid
+from services.common.process import as_user
+from services.stack.postgres import _create_cluster, _remove_stale_pid, find_binaries
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_stack
+from tests.outside.servers import open_directory, server_user
+
+
+def command(home: Path, *arguments: str) -> str:
+    """Runs a command of bapo in a home and returns what it prints. Fails if the command does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        env={**os.environ, "BAPO_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def own_home() -> Iterator[Path]:
+    """Yields a home without a stack, which the user of Postgres can reach."""
+    directory = Path(tempfile.mkdtemp(prefix="bapo-own-"))
+    yield directory
+    command(directory, "stack", "down", "--force")
+    shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"buffer_url": "http://127.0.0.1:9"}'])
@@ -62,11 +91,119 @@ def test_the_process_id_of_a_postgres_that_has_ended_is_removed(tmp_path: Path) 
         other.wait()
 
 
+def test_the_process_id_of_another_users_process_is_removed(tmp_path: Path) -> None:
+    """The number of a user's Postgres belongs to a daemon of root after a reboot."""
+    code = (
+        "import os, sys; from pathlib import Path; from services.stack import postgres;"
+        "os.geteuid() or os.setgroups([]) or os.setuid(12345);"
+        "postgres._remove_stale_pid(Path(sys.argv[1]))"
+    )
+    with open_directory() as directory:
+        if os.geteuid() == 0:
+            os.chown(directory, 12345, -1)
+        path = directory / "postmaster.pid"
+        path.write_text("1\n/data\n")
+        command = [sys.executable, "-c", code, str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert not path.exists()
+
+
+def test_the_process_id_of_the_postgres_of_another_directory_is_removed(
+    stack: Endpoints, home: Path
+) -> None:
+    running = (home / "postgres" / "postmaster.pid").read_text()
+    with open_directory() as directory:
+        path = directory / "postmaster.pid"
+        path.write_text(running)
+        _remove_stale_pid(directory)
+        assert not path.exists()
+
+
 def test_the_process_id_of_a_running_postgres_stays(stack: Endpoints, home: Path) -> None:
     path = home / "postgres" / "postmaster.pid"
     before = path.read_text()
     _remove_stale_pid(home / "postgres")
     assert path.read_text() == before
+
+
+def test_the_stack_starts_beside_the_process_that_has_the_number_of_its_postgres(
+    own_home: Path,
+) -> None:
+    command(own_home, "stack", "up", "--port", "0")
+    path = own_home / "postgres" / "postmaster.pid"
+    lines = path.read_text().splitlines()
+    command(own_home, "stack", "down")
+    owner = server_user()
+    other = subprocess.Popen(["sleep", "600"], **as_user(owner))
+    try:
+        path.write_text("\n".join([str(other.pid), *lines[1:], ""]))
+        if owner is not None:
+            shutil.chown(path, owner)
+        command(own_home, "stack", "up", "--port", "0")
+        assert path.read_text().splitlines()[0] != str(other.pid)
+        assert command(own_home, "stack", "down") == "stopped"
+    finally:
+        other.kill()
+        other.wait()
+
+
+@contextmanager
+def initdb_of(script: str) -> Iterator[tuple[Path, Path]]:
+    """Yields a directory of programs with an `initdb` that runs a script, and one for data."""
+    with open_directory() as directory:
+        programs = directory / "bin"
+        programs.mkdir()
+        (programs / "initdb").write_text(f"#!/bin/sh\n{script}\n")
+        (programs / "initdb").chmod(0o755)
+        yield programs, directory / "postgres"
+
+
+def test_a_database_whose_creation_was_interrupted_is_made_anew() -> None:
+    with initdb_of('data=${1#-D}; echo 17 > "$data/PG_VERSION"; kill -KILL $$') as (programs, data):
+        with pytest.raises(BapoError, match="initdb was killed by SIGKILL; correct this"):
+            _create_cluster(programs, data, server_user())
+        assert not data.exists()
+        _create_cluster(find_binaries(), data, server_user())
+        assert (data / "global" / "pg_control").exists()
+        assert sorted(path.name for path in data.parent.iterdir()) == ["bin", "postgres"]
+
+
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        (
+            'initdb: error: could not access directory "/x": Permission denied\n'
+            "initdb: hint: Run initdb as another user.",
+            'could not access directory "/x": Permission denied',
+        ),
+        (
+            "2026-11-28 00:03:53.776 UTC [6433] FATAL:  could not write to file "
+            '"pg_wal/xlogtemp.6433": No space left on device\n'
+            "child process exited with exit code 1\n"
+            'initdb: removing data directory "/x"',
+            'could not write to file "pg_wal/xlogtemp.6433": No space left on device',
+        ),
+        ("", "initdb failed (exit 1)"),
+    ],
+)
+def test_the_error_of_initdb_is_the_reason_and_not_what_follows_it(
+    printed: str, reason: str
+) -> None:
+    with initdb_of(f"cat >&2 <<'END'\n{printed}\nEND\nexit 1") as (programs, data):
+        with pytest.raises(BapoError) as caught:
+            _create_cluster(programs, data, server_user())
+        assert str(caught.value).startswith(
+            f"Postgres could not make a database in {data}: {reason}; correct this"
+        )
+
+
+def test_files_that_are_no_database_are_neither_used_nor_removed() -> None:
+    with open_directory() as directory:
+        (directory / "base").mkdir()
+        with pytest.raises(BapoError, match=r"not PG_VERSION.*restore a backup.*or move it away"):
+            _create_cluster(find_binaries(), directory, server_user())
+        assert (directory / "base").is_dir()
 
 
 def test_a_tilde_in_the_home_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
