@@ -189,9 +189,9 @@ test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster
 
 test-outside: $(STAMP) install-chromium ## test behind servers of other people (Debian's nginx and pgbouncer; root or sudo)
-	PATH="$$PATH:/usr/sbin"; { command -v pgbouncer && command -v nginx; } || \
-		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes pgbouncer nginx; }
-	$(BIN)/pytest -m outside tests/outside
+	PATH="$$PATH:/usr/sbin"; { command -v pgbouncer && command -v nginx && command -v ip; } || \
+		{ $(SUDO) apt-get update && $(SUDO) apt-get install --yes pgbouncer nginx iproute2; }
+	$(BIN)/pytest -n 2 --dist loadfile -m outside tests/outside
 
 lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 	$(BIN)/ruff format --check .
