@@ -28,6 +28,11 @@ FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 POLL_INTERVAL_S = 5.0
 GIVE_UP_AFTER_S = 900.0
 """Seconds for which the API may be away while `wait_for_run` waits."""
+_REMEDY = (
+    "give --host, for example after `kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
+)
+_PAGE_TITLE = "<title>Kubeflow Pipelines</title>"
+"""What the pages of every version of Kubeflow Pipelines have, and login pages before them lack."""
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _IMPORTED = re.compile(r"uri:\s+componentInputParameter: pipelinechannel--(\w+)")
@@ -115,9 +120,7 @@ def submit_pipeline(
     if not run.run_id:
         raise BapoError(
             f"{host or 'the server that kfp found'} has answered without the id of a run, as a "
-            "login page does, and has started none: it is not the API of Kubeflow Pipelines. Give "
-            "--host, for example after `kubectl port-forward -n kubeflow svc/ml-pipeline-ui "
-            "8080:80`"
+            f"login page does, and has started none; {_REMEDY}"
         )
     return str(run.run_id)
 
@@ -134,7 +137,8 @@ def wait_for_run(
 
     package: the compiled pipeline, which has the steps' names.
 
-    Raises `BapoError` unless the run succeeds, and when the API has not answered for 15 minutes.
+    Raises `BapoError` unless the run succeeds, when the API has not answered for 15 minutes, and
+    when what answers is not the API, such as the login page of a session that has ended.
     """
     names = _step_names(package)
     with _kubeflow("does not answer"):
@@ -150,6 +154,11 @@ def wait_for_run(
             lines.say(str(error))
             time.sleep(POLL_INTERVAL_S)
             continue
+        if not state.run_id:
+            raise BapoError(
+                f"{host or 'the server that kfp found'} has answered without run {run}, as a login "
+                f"page does; the run goes on, and its page shows it. Next time, {_REMEDY}"
+            )
         answered = time.monotonic()
         details = state.run_details.task_details if state.run_details is not None else None
         for task in details or []:
@@ -205,10 +214,7 @@ def _kubeflow(failure: str) -> Iterator[None]:
             yield
     except (ApiException, HTTPError, TimeoutError) as error:
         cause = (error.reason or error) if isinstance(error, MaxRetryError) else error
-        raise BapoError(
-            f"Kubeflow Pipelines {failure}: {first_line(cause)}; give --host, for example after "
-            "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
-        ) from error
+        raise BapoError(f"Kubeflow Pipelines {failure}: {first_line(cause)}; {_REMEDY}") from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -228,7 +234,7 @@ def run_page(host: str | None, run: str) -> str:
         except httpx.HTTPError:
             pass  # the run was taken: what follows is for people alone
         else:
-            if answer.headers.get("content-type", "").startswith("text/html"):
+            if _PAGE_TITLE in answer.text:
                 return f"{address}/{path}"
     return (
         "run `kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`, and open "

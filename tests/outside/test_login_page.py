@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bapo_core.errors import BapoError
-from pipelines.submission import submit_pipeline
+from pipelines.submission import run_page, submit_pipeline, wait_for_run
 
 PACKAGE = Path(__file__).parents[2] / "pipelines/bapo_pipeline.yaml"
 
@@ -45,8 +45,22 @@ def login_page() -> Iterator[str]:
 
 def test_a_pipeline_is_not_submitted_to_a_login_page(login_page: str) -> None:
     parameters = {"stored_config": "mine", "bapo_run": "mine"}
-    with pytest.raises(BapoError, match=r"as a login page does, and has started none.*Give --host"):
+    with pytest.raises(BapoError, match=r"as a login page does, and has started none; give --host"):
         submit_pipeline(PACKAGE, parameters, host=login_page, namespace="team", experiment="bapo")
+
+
+def test_a_login_page_is_not_waited_for(login_page: str) -> None:
+    """It answers once the session has ended, with status 200 for every path."""
+    said: list[str] = []
+    with pytest.raises(BapoError, match=r"without run r-1, as a login page does.*give --host"):
+        wait_for_run("r-1", PACKAGE, host=login_page, namespace="team", log=said.append)
+    assert said == []
+
+
+def test_a_login_page_is_not_taken_for_the_page_of_a_run(login_page: str) -> None:
+    page = run_page(login_page, "r-1")
+    assert login_page not in page
+    assert "kubectl port-forward" in page
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])

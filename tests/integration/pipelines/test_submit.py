@@ -38,7 +38,7 @@ class Pipelines(BaseHTTPRequestHandler):
                 self._send(503, "text/plain", b"no upstream")
             return
         if self.path == "/" and self.pages:
-            self._send(200, "text/html", b"<html></html>")
+            self._send(200, "text/html", b"<html><title>Kubeflow Pipelines</title></html>")
             return
         responses = {"/apis/v2beta1/healthz": {"multi_user": True}, "/apis/v2beta1/experiments": {}}
         self._answer(responses.get(self.path.partition("?")[0]))
