@@ -19,9 +19,13 @@ _UNFIT_CLASSES = ("08", "53", "57P", "58")
 _UNFIT_STATES = ("25006", "25P03", "25P04", "26000", "42P05")
 """SQLSTATE of a read-only transaction, of two time-outs after which the server has closed the
 connection, and of a prepared statement that another client of the pooler has dropped or made."""
+STANDBY = (
+    "the server is a standby, or is being replaced: calls work again when the address leads to the "
+    "primary"
+)
+"""The meaning and the remedy of a database that takes no writes."""
 _REMEDIES = {
-    ReadOnlySqlTransaction.sqlstate: "the server is a standby, or is being replaced: calls work "
-    "again when the address leads to the primary",
+    ReadOnlySqlTransaction.sqlstate: STANDBY,
     DiskFull.sqlstate: "free or add space on the disk of Postgres",
     TooManyConnections.sqlstate: "raise max_connections of Postgres, or end other clients",
 }
@@ -82,11 +86,14 @@ def may_be_repeated(error: DBAPIError) -> bool:
 
 def describe_outage(error: SQLAlchemyError) -> str:
     """Returns why the database cannot serve a call at present, and the remedy, in one line."""
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return _with_remedy(error.orig if isinstance(error, DBAPIError) and error.orig else error)
+
+
+def _with_remedy(cause: BaseException) -> str:
     remedy = _REMEDIES.get(getattr(cause, "sqlstate", None) or "", "see the log of Postgres")
     # A standby that is refused when the connection is made has no SQLSTATE.
     if "session is read-only" in str(cause):
-        remedy = _REMEDIES[ReadOnlySqlTransaction.sqlstate]
+        remedy = STANDBY
     return f"{first_line(cause)}; {remedy}"
 
 
@@ -107,9 +114,9 @@ class OutageWatch:
         if is_outage(error):
             context.is_disconnect = True
         if isinstance(error, DiskFull):
-            self._full_at, self._reason = monotonic(), first_line(error)
+            self._full_at, self._reason = monotonic(), _with_remedy(error)
 
     def full(self) -> str | None:
-        """Returns the reason why the database has refused a write in the last `FULL_FOR_S` seconds
-        for lack of space; None if it has not."""
+        """Returns why the database has refused a write in the last `FULL_FOR_S` seconds for lack of
+        space, and the remedy; None if it has not."""
         return self._reason if monotonic() < self._full_at + FULL_FOR_S else None

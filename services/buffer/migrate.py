@@ -129,8 +129,8 @@ def await_database(database_url: str, seconds: float) -> None:
             time.sleep(POLL_INTERVAL_S)
         except ProgrammingError as error:
             raise ConfigError(
-                f"BAPO_DATABASE_URL: {first_line(error)}; what follows the question mark are "
-                "parameters of libpq"
+                f"BAPO_DATABASE_URL: {first_line(error)}; correct it: what follows the question "
+                "mark are parameters of libpq"
             ) from error
     if encoding != "UTF8":
         raise BapoError(

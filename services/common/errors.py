@@ -13,7 +13,7 @@ UNFORESEEN = "urn:bapo:unforeseen"
 """Kind of the problem details of an exception that a service did not foresee."""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of a library's message that is not blank, or else its type."""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
 

@@ -29,6 +29,8 @@ SAY_EVERY_S = 60.0
 """Seconds after which a call that is repeated for longer says so again."""
 LONGEST_REASON = 300
 """Characters of a service's reason that a message repeats."""
+_LONGEST_BODY = 100
+"""Characters that a message repeats of an answer that no service of ours has given."""
 _CONNECT_S = 5.0
 UNHURRIED = httpx.Timeout(3600.0, connect=_CONNECT_S)
 """Time-out of a call for which the service does all its work before it answers. Sent again while
@@ -62,7 +64,8 @@ class HttpClient:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
-            # Below the 5 seconds after which our servers close an idle connection.
+            # Below the seconds after which any proxy before our servers closes an idle connection;
+            # they themselves do after 620 seconds.
             limits=httpx.Limits(keepalive_expiry=2.0),
             **client_options(url),
         )
@@ -154,12 +157,12 @@ def _describe_page(response: httpx.Response) -> str:
             "a proxy before the service takes smaller bodies; raise its limit to 64 MiB (nginx: "
             "`client_max_body_size`, its ingress controller: `proxy-body-size`)"
         )
-    if "html" in response.headers.get("content-type", ""):
-        return (
-            f"a proxy or another server has answered with a page (HTTP {response.status_code}); "
-            "check the address, and the proxy's log"
-        )
-    return response.text[:500]
+    body = repr(" ".join(response.text.split()))[:_LONGEST_BODY]
+    what = "a page" if "html" in response.headers.get("content-type", "") else body
+    return (
+        f"a proxy or another server has answered with {what} (HTTP {response.status_code}); check "
+        "the address, and the proxy's log"
+    )
 
 
 def _is_outage(response: httpx.Response) -> bool:

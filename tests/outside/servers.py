@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,13 @@ from services.stack.supervisor import reserve_ports
 WITHIN_S = 60.0
 """Seconds within which a server does what a test waits for, also on a busy machine."""
 
+_REMEDY = re.compile(
+    r"(?:^|[;:,.(] |\b(?:or|and|then) )(?:add|call|check|choose|correct|end|free|give|lower|make|"
+    r"move|name|raise|remove|repeat|restore|run|see|set|start|store|unset|use)\b"
+    r"|\bmust have the form|_[A-Z]+ is not set|\blists (?:all routes|them)\b|\bcalls work again"
+)
+"""How a clause of a message begins that says what to do, and other ways to say it."""
+
 
 def await_true(condition: Callable[[], bool], what: str) -> None:
     """Polls a condition. Fails the test if it is not true in `WITHIN_S` seconds."""
@@ -34,6 +42,15 @@ def await_true(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {WITHIN_S:.0f} s"
         time.sleep(0.05)
+
+
+def check_message(message: str) -> str:
+    """Returns a message. Fails unless it is one line that a terminal of 100 columns shows in three,
+    and it says what to do."""
+    assert "\n" not in message
+    assert len(message) <= 300, f"{len(message)} characters: {message}"
+    assert _REMEDY.search(message), f"it does not say what to do: {message}"
+    return message
 
 
 def plain(url: str) -> str:
@@ -65,15 +82,17 @@ def open_directory() -> Iterator[Path]:
 
 
 class Postgres:
-    """A Postgres server that listens on 127.0.0.1 and trusts everybody."""
+    """A Postgres server that listens on one address and trusts everybody."""
 
-    def __init__(self, directory: Path, port: int) -> None:
-        self.directory, self.port = directory, port
+    def __init__(self, directory: Path, port: int, host: str = "127.0.0.1") -> None:
+        self.directory, self.port, self.host = directory, port, host
         self._process: ChildProcess | None = None
 
     def create(self) -> None:
         """Makes the files of an empty server."""
         self._run("initdb", f"-D{self.directory}/data", "-Upostgres", "-Eutf8", "--auth=trust")
+        with (self.directory / "data" / "pg_hba.conf").open("a") as rules:
+            rules.write("host all all all trust\n")
 
     def copy(self, primary: Postgres) -> None:
         """Makes this server a standby of another one that runs."""
@@ -84,7 +103,7 @@ class Postgres:
     def start(self) -> None:
         self._process = ChildProcess(
             [f"{find_binaries()}/postgres", "-D", f"{self.directory}/data", "-k", ""]
-            + ["-h", "127.0.0.1", "-p", str(self.port), "-c", "shared_buffers=16MB"],
+            + ["-h", self.host, "-p", str(self.port), "-c", "shared_buffers=16MB"],
             log=self.directory / "log",
             append_log=True,
             user=server_user(),
@@ -107,7 +126,8 @@ class Postgres:
         self.start()
 
     def url(self, database: str = "postgres") -> str:
-        return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/{database}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"postgresql+psycopg://postgres@{host}:{self.port}/{database}"
 
     def execute(self, statement: str, database: str = "postgres") -> None:
         with psycopg.connect(plain(self.url(database)), autocommit=True) as connection:

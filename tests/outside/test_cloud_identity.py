@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from services.common.objectstore import ObjectStore, ObjectStoreUnavailable, digest_of
 from services.common.settings import ObjectStoreSettings
 from services.stack.stack import Endpoints
+from tests.outside.servers import check_message
 
 TOKEN = "token-of-the-service-account"
 
@@ -86,7 +87,7 @@ def test_an_identity_that_is_refused_is_named_with_its_address(
     metadata.status, metadata.answer = status, answer
     with pytest.raises(ObjectStoreUnavailable, match="cloud identity cannot be read") as caught:
         by_identity(stack.object_store).check()
-    assert metadata.url in str(caught.value)
+    assert metadata.url in check_message(str(caught.value))
 
 
 def test_an_address_that_does_not_answer_is_named(
@@ -94,8 +95,11 @@ def test_an_address_that_does_not_answer_is_named(
 ) -> None:
     url = f"http://127.0.0.1:{reserved_port}/v1/credentials"
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
-    with pytest.raises(ObjectStoreUnavailable, match=f"{url}.*a network policy lets pods reach it"):
+    with pytest.raises(
+        ObjectStoreUnavailable, match=f"{url}.*a network policy lets pods reach it"
+    ) as caught:
         by_identity(stack.object_store).check()
+    check_message(str(caught.value))
 
 
 def test_the_service_of_tokens_is_reached_through_the_proxy_of_the_environment(
@@ -122,7 +126,10 @@ def test_the_service_of_tokens_is_reached_through_the_proxy_of_the_environment(
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{server.server_address[1]}")
-        with pytest.raises(ObjectStoreUnavailable, match=r"https://sts\.eu-west-1\.amazonaws\.com"):
+        with pytest.raises(
+            ObjectStoreUnavailable, match=r"https://sts\.eu-west-1\.amazonaws\.com"
+        ) as caught:
             by_identity(stack.object_store).check()
+        check_message(str(caught.value))
         server.shutdown()
     assert set(asked) == {"sts.eu-west-1.amazonaws.com:443"}

@@ -17,7 +17,7 @@ from services.buffer.migrate import upgrade
 from services.common.process import EXIT_RETRYABLE, find_error
 from services.stack.stack import Endpoints
 from services.stack.supervisor import reserve_ports
-from tests.outside.servers import empty_database, plain, postgres
+from tests.outside.servers import check_message, empty_database, plain, postgres
 
 
 @pytest.fixture
@@ -38,9 +38,7 @@ def start(module: str, stack: Endpoints, **variables: str) -> tuple[int, str]:
             timeout=120,
         )
     assert "Traceback" not in result.stderr
-    error = find_error(result.stderr)
-    assert "\n" not in error
-    return result.returncode, error
+    return result.returncode, check_message(find_error(result.stderr))
 
 
 def test_a_newer_schema_is_the_reason_of_the_service(stack: Endpoints, database: str) -> None:

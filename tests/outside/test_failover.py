@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psycopg
 import pytest
 from psycopg.sql import SQL
+from sqlalchemy.orm import sessionmaker
 
+from services.buffer.database import OutageWatch, make_engine
+from services.buffer.routes.admin import _check_database
+from services.buffer.service import Service
 from services.stack.stack import Endpoints
 from services.stack.supervisor import reserve_ports
 from tests.integration.support.driver import Driver, small_config
@@ -17,6 +24,7 @@ from tests.outside.servers import (
     Postgres,
     await_true,
     buffer_service,
+    check_message,
     open_directory,
     plain,
     postgres,
@@ -47,16 +55,27 @@ def test_a_demoted_server_is_left_for_the_primary(
     assert service.create_token().status_code == 201
     admin.execute("alter database failover set default_transaction_read_only = on")
     admin.execute("select pg_terminate_backend(pid) from pg_stat_activity where datname='failover'")
-    answer = service.create_token()
-    assert answer.status_code == 503
-    assert "read-only" in answer.json()["detail"]
-    assert "the address leads to the primary" in answer.json()["detail"]
-    status, body = service.ready()
-    assert status == 503
-    assert "read-only" in body
+    detail = refused(service)
+    assert "read-only" in detail
+    assert "the address leads to the primary" in detail
+    assert "read-only" in not_ready(service)
     admin.execute("alter database failover reset default_transaction_read_only")
     assert service.create_token().status_code == 201
     assert service.ready()[0] == 200
+
+
+def refused(service: BufferService) -> str:
+    """Returns the reason for which a call that writes is refused."""
+    answer = service.create_token()
+    assert answer.status_code == 503
+    return check_message(answer.json()["detail"])
+
+
+def not_ready(service: BufferService) -> str:
+    """Returns what the service says of its database while it is not ready."""
+    status, body = service.ready()
+    assert status == 503
+    return check_message(json.loads(body)["database"])
 
 
 def backends(connection: psycopg.Connection) -> set[int]:
@@ -79,19 +98,44 @@ def refuse_tokens(connection: psycopg.Connection, errcode: str, reason: str) -> 
     connection.execute("create trigger refuse before insert on api_token execute function refuse()")
 
 
-def test_connections_that_have_become_read_only_are_dropped(
-    service: BufferService, admin: psycopg.Connection
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("25006", "cannot execute INSERT in a read-only transaction"),
+        ("57P01", "terminating connection due to administrator command"),
+        ("57P03", "the database system is shutting down"),
+        ("26000", 'prepared statement "_pg3_0" does not exist'),
+        ("42P05", 'prepared statement "_pg3_0" already exists'),
+        ("25P03", "terminating connection due to idle-in-transaction timeout"),
+        ("08006", "server conn crashed?"),
+        ("53300", "sorry, too many clients already"),
+        ("58030", "could not read block 7: Input/output error"),
+    ],
+)
+def test_connections_whose_server_has_become_unfit_are_dropped(
+    service: BufferService, admin: psycopg.Connection, state: str, reason: str
 ) -> None:
     """They stay open behind a proxy, and a read that asks whether they live succeeds."""
     url = plain(service.endpoints.database_url)
     with psycopg.connect(url, autocommit=True) as connection:
-        refuse_tokens(connection, "25006", "cannot execute INSERT in a read-only transaction")
+        refuse_tokens(connection, state, reason)
         before = backends(connection)
-        assert service.create_token().status_code == 503
+        assert reason in refused(service)
         connection.execute("drop function refuse cascade")
         assert service.create_token().status_code == 201
         assert before
         assert not before & backends(connection)
+
+
+def test_a_standby_that_the_address_accepts_is_not_ready(stack: Endpoints) -> None:
+    """Without `target_session_attrs=any`, connections to a standby are refused."""
+    url = f"{stack.database_url}&target_session_attrs=any"
+    engine = make_engine(f"{url}&options=-cdefault_transaction_read_only%3Don")
+    service = SimpleNamespace(sessions=sessionmaker(engine), outages=OutageWatch(engine))
+    said = check_message(_check_database(cast(Service, service)))
+    assert said.startswith("takes no writes; ")
+    assert said.endswith("when the address leads to the primary")
+    engine.dispose()
 
 
 def test_a_full_disk_is_said_and_the_service_is_not_ready(service: BufferService) -> None:
@@ -99,12 +143,8 @@ def test_a_full_disk_is_said_and_the_service_is_not_ready(service: BufferService
     with psycopg.connect(plain(service.endpoints.database_url), autocommit=True) as connection:
         reason = 'could not extend file "base/5/16384": No space left on device'
         refuse_tokens(connection, "disk_full", reason)
-        answer = service.create_token()
-        assert answer.status_code == 503
-        assert "No space left on device; free or add space" in answer.json()["detail"]
-        status, body = service.ready()
-        assert status == 503
-        assert "No space left on device" in body
+        assert "No space left on device; free or add space" in refused(service)
+        assert "No space left on device; free or add space" in not_ready(service)
         connection.execute("drop function refuse cascade")
         assert service.create_token().status_code == 201
         await_true(lambda: service.ready()[0] == 200, "the service is ready again")
@@ -137,8 +177,8 @@ def test_a_run_goes_on_with_the_standby_that_was_promoted(
         driver = Driver(service.endpoints, small_config("failover"))
         driver.run_step(1)
         primary.demote()
-        assert service.create_token().status_code == 503
-        assert service.ready()[0] == 503
+        refused(service)
+        not_ready(service)
         standby.promote()
         driver.run_step(2)
         assert driver.client.run_state().current_step == 2

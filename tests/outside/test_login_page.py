@@ -14,6 +14,7 @@ import pytest
 
 from bapo_core.errors import BapoError
 from pipelines.submission import run_page, submit_pipeline, wait_for_run
+from tests.outside.servers import check_message
 
 PACKAGE = Path(__file__).parents[2] / "pipelines/bapo_pipeline.yaml"
 
@@ -45,15 +46,21 @@ def login_page() -> Iterator[str]:
 
 def test_a_pipeline_is_not_submitted_to_a_login_page(login_page: str) -> None:
     parameters = {"stored_config": "mine", "bapo_run": "mine"}
-    with pytest.raises(BapoError, match=r"as a login page does, and has started none; give --host"):
+    with pytest.raises(
+        BapoError, match=r"as a login page does, and has started none; give --host"
+    ) as caught:
         submit_pipeline(PACKAGE, parameters, host=login_page, namespace="team", experiment="bapo")
+    check_message(str(caught.value))
 
 
 def test_a_login_page_is_not_waited_for(login_page: str) -> None:
     """It answers once the session has ended, with status 200 for every path."""
     said: list[str] = []
-    with pytest.raises(BapoError, match=r"without run r-1, as a login page does.*give --host"):
+    with pytest.raises(
+        BapoError, match=r"without run r-1, as a login page does.*give --host"
+    ) as caught:
         wait_for_run("r-1", PACKAGE, host=login_page, namespace="team", log=said.append)
+    check_message(str(caught.value))
     assert said == []
 
 

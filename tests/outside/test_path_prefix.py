@@ -12,7 +12,7 @@ from bapo_core.errors import ConfigError
 from services.buffer.settings import OWN_PATHS, BufferSettings
 from services.stack.stack import Endpoints
 from tests.integration.support.driver import Driver, small_config
-from tests.outside.servers import BufferService, buffer_service
+from tests.outside.servers import BufferService, buffer_service, check_message
 from tests.outside.test_secrets import ENVIRONMENT
 
 PREFIX = "/team/bapo"
@@ -44,7 +44,9 @@ def test_the_prefix_alone_is_the_dashboard(service: BufferService) -> None:
 
 def test_the_prefix_is_removed_once_and_as_a_whole(service: BufferService) -> None:
     for path in (PREFIX * 2, f"{PREFIX}{PREFIX}/v1/runs", f"{PREFIX}s/v1/runs", "/team/v1/runs"):
-        assert get(service, path).status_code == 404
+        answer = get(service, path)
+        assert answer.status_code == 404
+        check_message(answer.json()["detail"])
 
 
 def test_a_token_of_one_run_reads_that_run_alone_below_the_prefix(service: BufferService) -> None:
@@ -65,8 +67,9 @@ def test_a_path_that_cannot_be_told_apart_is_refused_by_name(
 ) -> None:
     for name, value in (ENVIRONMENT | {"BAPO_ROOT_PATH": path}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"BAPO_ROOT_PATH: "):
+    with pytest.raises(ConfigError, match=r"BAPO_ROOT_PATH: ") as caught:
         BufferSettings.load()
+    check_message(str(caught.value))
 
 
 def test_the_refused_paths_are_all_that_the_service_serves(service: BufferService) -> None:

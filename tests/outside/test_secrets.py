@@ -10,10 +10,11 @@ import pytest
 
 from bapo_core.errors import ConfigError
 from services.buffer.settings import BufferSettings
-from services.common.process import python_command
+from services.common.process import find_error, python_command
 from services.common.redaction import redact, register_secret
 from services.common.settings import BufferClientSettings
 from services.stack.stack import Endpoints
+from tests.outside.servers import check_message
 
 TOKEN = "tok-4f9a2c7be1d05836"
 PASSWORD = "p/ss w+rd-93ab"
@@ -75,7 +76,7 @@ def test_a_secret_that_no_header_can_hold_is_refused_by_name(
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
         BufferSettings.load()
-    message = str(caught.value)
+    message = check_message(str(caught.value))
     assert f"{name}: holds a line break or another character" in message
     assert "--from-literal" in message
     assert value not in message
@@ -84,8 +85,9 @@ def test_a_secret_that_no_header_can_hold_is_refused_by_name(
 def test_white_space_alone_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAPO_BUFFER_URL", "http://buffer:8700")
     monkeypatch.setenv("BAPO_TOKEN", "\n")
-    with pytest.raises(ConfigError, match="BAPO_TOKEN is not set"):
+    with pytest.raises(ConfigError, match="BAPO_TOKEN is not set") as caught:
         BufferClientSettings.load()
+    check_message(str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,8 @@ def test_an_address_that_no_client_can_call_is_refused_by_name(
     monkeypatch.setenv("BAPO_TOKEN", TOKEN)
     with pytest.raises(ConfigError, match="BAPO_BUFFER_URL: ") as caught:
         BufferClientSettings.load()
-    assert "http://host:port" in str(caught.value) or "remove it" in str(caught.value)
+    message = check_message(str(caught.value))
+    assert "http://host:port" in message or "remove it" in message
 
 
 @pytest.mark.parametrize(
@@ -117,8 +120,9 @@ def test_an_endpoint_that_is_no_host_is_refused_by_name(
 ) -> None:
     for name, value in (ENVIRONMENT | {"BAPO_S3_ENDPOINT": endpoint}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"BAPO_S3_ENDPOINT: .*http://host:port"):
+    with pytest.raises(ConfigError, match=r"BAPO_S3_ENDPOINT: .*http://host:port") as caught:
         BufferSettings.load()
+    check_message(str(caught.value))
 
 
 def test_a_collector_whose_secret_ends_with_a_newline_works(
@@ -134,7 +138,7 @@ def test_a_collector_whose_secret_ends_with_a_newline_works(
     }
     printed = run("services.rollout.collector", **variables)
     assert printed.returncode == 1
-    assert "no-such-run" in printed.stderr
+    assert "no-such-run" in check_message(find_error(printed.stderr))
     assert stack.token not in printed.stderr
 
 

@@ -12,7 +12,7 @@ from bapo_core.errors import BapoError
 from services.buffer.migrate import downgrade, upgrade
 from services.buffer.storage.tables import Base
 from services.stack.stack import Endpoints
-from tests.outside.servers import empty_database, plain
+from tests.outside.servers import check_message, empty_database, plain
 
 
 @pytest.fixture
@@ -74,8 +74,9 @@ def test_the_revision_of_an_earlier_version_is_taken_over_with_all_data(database
     assert query(database, "select name from stored_config") == ["kept"]
     revision = query(database, "select version_num from bapo_version")
     install_mlflow(database)
-    with pytest.raises(BapoError, match="that of another program is in this database"):
+    with pytest.raises(BapoError, match="that of another program is in this database") as caught:
         downgrade(database, "0031")
+    check_message(str(caught.value))
     assert query(database, "select name from stored_config") == ["kept"]
     # It went back to the last revision that records itself in the table of its own.
     assert revision >= query(database, "select version_num from bapo_version") >= ["0032"]

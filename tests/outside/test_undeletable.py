@@ -17,7 +17,7 @@ from services.common.objectstore import PROBES, ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
 from services.stack.stack import Endpoints
 from tests.integration.support.driver import Driver, small_config
-from tests.outside.servers import await_true, buffer_service
+from tests.outside.servers import await_true, buffer_service, check_message
 
 ERROR = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>no</Message></Error>'
 
@@ -101,8 +101,11 @@ def test_objects_are_deleted_one_by_one_where_there_is_no_request_for_several(
 def test_keys_that_may_not_delete_are_told_so(stack: Endpoints) -> None:
     with limited(stack.object_store, DENIED) as settings:
         store = ObjectStore(settings, retries=0)
-        with pytest.raises(ObjectStoreError, match=r"the keys may not delete .*s3:DeleteObject"):
+        with pytest.raises(
+            ObjectStoreError, match=r"the keys may not delete .*s3:DeleteObject"
+        ) as caught:
             store.try_operations()
+        check_message(str(caught.value))
     open_store = ObjectStore(stack.object_store)
     open_store.delete(open_store.keys(f"{PROBES}/"))
 
@@ -150,8 +153,9 @@ def test_a_deletion_that_was_refused_is_completed_once_the_keys_may_delete(
         driver.client.stop()
         with pytest.raises(
             ServiceError, match=r"may not delete .* give them s3:DeleteObject; then"
-        ):
+        ) as caught:
             driver.client.delete_run()
+        check_message(str(caught.value))
         assert driver.client.run_state().status == "deleting"
         store = ObjectStore(stack.object_store)
         assert store.keys("runs/refused-deletion/")

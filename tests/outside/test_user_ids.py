@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.stack.postgres import let_traverse
+from tests.outside.servers import check_message
 
 NAMELESS = 12345
 
@@ -53,6 +54,7 @@ def test_a_user_id_without_a_name_is_told_how_to_get_one(directory: Path) -> Non
         command = ["unshare", "--user", *mapping, *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
     assert done.stdout.startswith(f"the user id {NAMELESS} has no name"), done.stderr
+    check_message(done.stdout.strip())
     assert f'add a line to /etc/passwd, "bapo:x:{NAMELESS}:{NAMELESS}::/tmp:/bin/sh"' in done.stdout
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from services.buffer.api import wire
-from services.buffer.database import describe_outage
+from services.buffer.database import STANDBY, describe_outage
 from services.buffer.queries import metrics
 from services.buffer.routes.common import LARGEST
 from services.buffer.runs import tokens
@@ -73,7 +73,7 @@ def _check_database(service: Service) -> str:
     except SQLAlchemyError as error:
         return f"does not answer: {describe_outage(error)}"
     if read_only:
-        return "takes no writes: it is a standby, or is being replaced"
+        return f"takes no writes; {STANDBY}"
     full = service.outages.full()
     return "ok" if full is None else f"has refused a write: {full}"
 

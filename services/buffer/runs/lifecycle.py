@@ -275,8 +275,7 @@ def delete_run(service: Service, name: str) -> None:
         raise
     except ObjectStoreError as error:
         raise ObjectStoreError(
-            f"run {name!r} stays in status deleting, because its objects cannot be deleted: "
-            f"{error}; then delete the run again"
+            f"run {name!r} stays in status deleting: {error}; then delete it again"
         ) from error
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
