@@ -14,8 +14,8 @@ import subprocess
 from pathlib import Path
 
 from bapo_core.errors import BapoError
-from services.common.process import as_user, describe_exit
-from services.stack.supervisor import Supervisor
+from services.common.process import as_user, describe_exit, find_error
+from services.stack.supervisor import ProcessFailed, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,19 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
         # SIGINT is Postgres's fast shutdown, which does not wait for clients to disconnect.
         stop_signal=signal.SIGINT,
     )
-    supervisor.wait_until(lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S)
+    try:
+        supervisor.wait_until(
+            lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S
+        )
+    except ProcessFailed as error:
+        # Postgres says this while it starts again after the error that matters.
+        log_lines = supervisor.log_of("postgres").read_text(errors="replace").splitlines()
+        reason = find_error("\n".join(x for x in log_lines if "the database system is " not in x))
+        more = "" if reason in str(error) else f": {reason}"
+        raise ProcessFailed(
+            f"{error}{more}; if a file in {data} is damaged, restore a backup of it, or move it "
+            "away"
+        ) from error
     return f"postgresql+psycopg://postgres@/postgres?host={sockets}"
 
 

@@ -151,6 +151,10 @@ class Supervisor:
             if child.process.exit_code is not None:
                 raise ProcessFailed(f"{child.name} ended early: {child.process.last_error()}")
 
+    def log_of(self, name: str) -> Path:
+        """Returns the file with what a child has written."""
+        return self._logs / f"{name}.log"
+
     def stop(self, *names: str) -> None:
         """Stops the named children, or all of them: the last started first."""
         selected = [child for child in self._children if not names or child.name in names]

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import httpx
 import pytest
@@ -18,11 +20,19 @@ import pytest
 from bapo_core.errors import BapoError
 from services.common.errors import ServiceError
 from services.common.http import HttpClient
+from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.common.process import as_user
-from services.stack.postgres import _create_cluster, _remove_stale_pid, find_binaries
+from services.stack.postgres import (
+    _create_cluster,
+    _remove_stale_pid,
+    find_binaries,
+    start_postgres,
+)
+from services.stack.s3 import PORTS, await_s3, start_s3
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_stack
-from tests.outside.servers import open_directory, server_user
+from services.stack.supervisor import Supervisor
+from tests.outside.servers import check_message, open_directory, server_user
 
 
 def command(home: Path, *arguments: str) -> str:
@@ -72,8 +82,11 @@ def test_an_unreadable_stack_file_of_a_running_stack_names_its_process(
     original = path.read_text()
     try:
         path.write_text("")
-        with pytest.raises(BapoError, match=rf"while a stack runs; end process {stack.pid}"):
+        with pytest.raises(
+            BapoError, match=rf"while a stack runs; end process {stack.pid}"
+        ) as caught:
             find_stack(home)
+        check_message(str(caught.value))
     finally:
         path.write_text(original)
 
@@ -161,8 +174,9 @@ def initdb_of(script: str) -> Iterator[tuple[Path, Path]]:
 
 def test_a_database_whose_creation_was_interrupted_is_made_anew() -> None:
     with initdb_of('data=${1#-D}; echo 17 > "$data/PG_VERSION"; kill -KILL $$') as (programs, data):
-        with pytest.raises(BapoError, match="initdb was killed by SIGKILL; correct this"):
+        with pytest.raises(BapoError, match="initdb was killed by SIGKILL; correct this") as caught:
             _create_cluster(programs, data, server_user())
+        check_message(str(caught.value))
         assert not data.exists()
         _create_cluster(find_binaries(), data, server_user())
         assert (data / "global" / "pg_control").exists()
@@ -193,7 +207,7 @@ def test_the_error_of_initdb_is_the_reason_and_not_what_follows_it(
     with initdb_of(f"cat >&2 <<'END'\n{printed}\nEND\nexit 1") as (programs, data):
         with pytest.raises(BapoError) as caught:
             _create_cluster(programs, data, server_user())
-        assert str(caught.value).startswith(
+        assert check_message(str(caught.value)).startswith(
             f"Postgres could not make a database in {data}: {reason}; correct this"
         )
 
@@ -201,9 +215,61 @@ def test_the_error_of_initdb_is_the_reason_and_not_what_follows_it(
 def test_files_that_are_no_database_are_neither_used_nor_removed() -> None:
     with open_directory() as directory:
         (directory / "base").mkdir()
-        with pytest.raises(BapoError, match=r"not PG_VERSION.*restore a backup.*or move it away"):
+        with pytest.raises(
+            BapoError, match=r"not PG_VERSION.*restore a backup.*or move it away"
+        ) as caught:
             _create_cluster(find_binaries(), directory, server_user())
+        check_message(str(caught.value))
         assert (directory / "base").is_dir()
+
+
+@pytest.mark.parametrize("file", ["global/pg_control", "global/pg_filenode.map"])
+def test_a_damaged_database_names_the_file(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Postgres ends for the first file, and refuses each connection for the second."""
+    with open_directory() as directory:
+        data, sockets = directory / "home" / "postgres", directory / "sockets"
+        data.parent.mkdir()
+        sockets.mkdir()
+        with Supervisor(directory / "logs") as supervisor:
+            start_postgres(supervisor, data, sockets)
+        os.truncate(data / file, 0)
+        monkeypatch.setattr("services.stack.postgres.READY_WITHIN_S", 5.0)
+        with (
+            pytest.raises(
+                BapoError, match=rf"{file}.*if a file .* restore a backup of it"
+            ) as caught,
+            Supervisor(directory / "logs") as supervisor,
+        ):
+            start_postgres(supervisor, data, sockets)
+        check_message(str(caught.value))
+
+
+def test_objects_that_were_half_written_are_named_and_all_others_are_read(tmp_path: Path) -> None:
+    """SeaweedFS appends objects to its volumes, whose ends a power loss may cut off."""
+    random = Random(54)
+    objects = {f"runs/cut/{n}": random.randbytes(random.randint(1, 200_000)) for n in range(12)}
+    with Supervisor(tmp_path / "logs") as supervisor:
+        settings = start_s3(supervisor, tmp_path / "s3", supervisor.reserve_ports(PORTS))
+        await_s3(supervisor, settings)
+        store = ObjectStore(settings)
+        for key, data in objects.items():
+            store.put(key, data)
+    largest = max((tmp_path / "s3").glob("*.dat"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size - random.randint(1, 1000))
+    with Supervisor(tmp_path / "logs") as supervisor:
+        settings = start_s3(supervisor, tmp_path / "s3", supervisor.reserve_ports(PORTS))
+        await_s3(supervisor, settings)
+        store = ObjectStore(settings, retries=0)
+        lost: dict[str, str] = {}
+        for key, data in objects.items():
+            try:
+                assert store.get(key, digest_of(data)) == data
+            except ObjectStoreError as error:
+                lost[key] = check_message(str(error))
+        ((key, reason),) = lost.items()
+        assert f"cannot read bapo/{key}" in reason
+        store.put(key, objects[key])
+        assert store.get(key, digest_of(objects[key])) == objects[key]
 
 
 def test_a_tilde_in_the_home_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,20 +279,30 @@ def test_a_tilde_in_the_home_is_the_users(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_comma_in_the_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAPO_HOME", "/tmp/a,b")
-    with pytest.raises(BapoError, match="set BAPO_HOME to a directory without one"):
+    with pytest.raises(BapoError, match="set BAPO_HOME to a directory without one") as caught:
         default_home()
+    check_message(str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("status", "expected"),
-    [(413, "raise its limit to 64 MiB"), (401, r"answered with a page \(HTTP 401\)")],
+    ("status", "body", "expected"),
+    [
+        (413, {"html": "<html>nginx</html>"}, "raise its limit to 64 MiB"),
+        (401, {"html": "<html>nginx</html>"}, r"answered with a page \(HTTP 401\); check the addr"),
+        (404, {"text": "no route\n" * 999}, r"answered with 'no route no .* \(HTTP 404\); check"),
+        (405, {"json": {"error": ["x"] * 999}}, r"answered with '.* \(HTTP 405\); check"),
+        (400, {"content": bytes(range(256)) * 9}, r"answered with '.* \(HTTP 400\); check"),
+        (403, {}, r"answered with '' \(HTTP 403\); check"),
+    ],
 )
-def test_a_page_of_a_proxy_is_explained(status: int, expected: str) -> None:
+def test_the_answer_of_a_proxy_is_explained(
+    status: int, body: dict[str, Any], expected: str
+) -> None:
     client = HttpClient("buffer service", "http://buffer", "a-token")
-    page = httpx.Response(status, html="<html>nginx</html>")
+    page = httpx.Response(status, **body)
     client._client = httpx.Client(
         transport=httpx.MockTransport(lambda _: page), base_url="http://buffer"
     )
     with pytest.raises(ServiceError, match=expected) as caught:
         client.call("POST", "/v1/datasets")
-    assert "<html>" not in str(caught.value)
+    assert "<html>" not in check_message(str(caught.value))
