@@ -10,7 +10,8 @@ address (`proxy_for`), and other people's clients get variables that httpx can r
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address, ip_network
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies
 
@@ -47,11 +48,25 @@ def proxy_for(url: str) -> str | None:
 
 
 def _is_local(host: str) -> bool:
-    """Returns whether a host is this machine or in the cluster; only names of others have dots."""
+    """Returns whether a host is this machine or in the cluster; only names of others have dots,
+    but for this machine's own."""
     try:
-        return ip_address(host).is_loopback
+        address = ip_address(host)
     except ValueError:
-        return "." not in host or host.endswith(CLUSTER_DOMAINS)
+        own = socket.gethostname().lower()
+        return "." not in host or host.endswith(CLUSTER_DOMAINS) or host == own
+    return address.is_loopback or _is_own(address)
+
+
+def _is_own(address: IPv4Address | IPv6Address) -> bool:
+    """Returns whether this machine has an address: it would then call the address from itself."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))  # Sends nothing: UDP has no connections.
+            return bool(probe.getsockname()[0] == str(address))
+    except OSError:  # There is no way to the address.
+        return False
 
 
 def _is_excepted(address: SplitResult, entry: str) -> bool:

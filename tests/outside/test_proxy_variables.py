@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from bapo_core.errors import ConfigError
@@ -18,6 +19,7 @@ from services.common.objectstore import ObjectStore
 from services.common.proxies import proxy_for
 from services.common.settings import ObjectStoreSettings
 from services.stack.stack import Endpoints
+from tests.outside.servers import check_message
 
 CLOSED = "127.0.0.1:9"
 """Where no proxy listens."""
@@ -98,6 +100,22 @@ def test_what_no_proxy_stands_for(
     assert (proxy_for(url) is not None) == proxied
 
 
+def test_no_address_of_this_machine_is_proxied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://{CLOSED}")
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node-7.example.com")
+    own = [
+        f"[{each.address}]" if each.family == socket.AF_INET6 else each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address
+    ]
+    assert own
+    for host in (*own, "node-7.example.com"):
+        assert proxy_for(f"http://{host}:8700") is None
+    for host in ("192.0.2.1", "[2001:db8::5]", "node-8.example.com"):
+        assert proxy_for(f"http://{host}:8700") is not None
+
+
 @pytest.fixture
 def socks_proxy() -> Iterator[str]:
     """Serves SOCKS5 without authentication; answers each request of HTTP with the asked host."""
@@ -147,7 +165,7 @@ def test_an_object_store_behind_a_socks_proxy_is_refused_with_a_remedy(
     )
     with pytest.raises(ConfigError, match=r"through the proxy socks5://.*NO_PROXY") as caught:
         ObjectStore(settings)
-    assert "swordfish" not in str(caught.value)
+    assert "swordfish" not in check_message(str(caught.value))
 
 
 def test_a_file_of_certificates_that_does_not_exist_is_named(
@@ -156,5 +174,6 @@ def test_a_file_of_certificates_that_does_not_exist_is_named(
     monkeypatch.setenv("SSL_CERT_FILE", "/etc/no-such-file.pem")
     with pytest.raises(
         ConfigError, match=r"SSL_CERT_FILE is /etc/no-such-file.pem, which does not"
-    ):
+    ) as caught:
         client_options("https://bapo.example.com")
+    check_message(str(caught.value))
