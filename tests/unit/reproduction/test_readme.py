@@ -75,3 +75,24 @@ def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
         ahead = [means[rule] - means[other] for other in others]
         assert f"{ahead[0]:.3f}, {ahead[1]:.3f} and {ahead[2]:.3f}" in " ".join(README.split())
         assert f"above {resolution.smallest_difference:.3f}" in README
+
+
+def test_no_other_learning_rate_of_the_baseline_reaches_the_replays() -> None:
+    (item,) = find_items(["r12"]).values()
+    (result,) = find_state(item, "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    baseline = "grpo with BAPO's loss"
+    slow, fast = f"{baseline}, 5e-5", f"{baseline}, 2e-4"
+    assert resolution.is_ahead("replays", slow)
+    assert resolution.is_ahead("replays", fast)
+    assert not resolution.is_ahead("replays", baseline)
+    readme = " ".join(README.split())
+    assert (
+        f"{means['replays']:.3f}: it has {means[slow]:.3f} at 5e-5 and {means[fast]:.3f}" in readme
+    )
+    assert f"{means['replays'] - means[baseline]:.3f} at 1e-4 itself is not" in readme
+    assert f"widen the resolution to {resolution.smallest_difference:.3f}" in readme
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    assert f"at 5e-5 ({means['replays'] - means[slow]:.3f})" in page
+    assert f"at 2e-4 ({means['replays'] - means[fast]:.3f}," in page
