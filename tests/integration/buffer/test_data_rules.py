@@ -32,7 +32,7 @@ def test_a_run_follows_the_rules_of_a_plug_in_and_explains_them(stack: Endpoints
             assert decision.draw.drawn == (fresh.outcome != "not_considered")
             explained |= {source.reason for source in decision.considered}
     assert max(replayed) == 2
-    assert any("2 entries are nearer to half (batch.most)" in reason for reason in explained)
+    assert any("2 candidates are nearer to half (batch.most)" in reason for reason in explained)
     assert any("not drawn: others have a higher learnability" in reason for reason in explained)
 
 

@@ -648,7 +648,7 @@ def test_runs_without_a_correct_response_are_compared_by_their_rewards(stack: En
         label: [[reward + seed / 64] * SIZE for seed in (1, 2, 3)]
         for label, reward in (("bad", -1.0), ("good", 2.0))
     }
-    answer = _compare(_run_variants(stack, "by-reward", finals))
+    answer = _compare(_run_variants(stack, "queries-by-reward", finals))
     assert answer.measure == "reward"
     bad, good = answer.at_equal["steps"].variants
     assert good.values == [2 + seed / 64 for seed in (1, 2, 3)]
