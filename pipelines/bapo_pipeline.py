@@ -95,7 +95,7 @@ def prepare_run(
         name = context.buffer.run
         fork = read_fork(name, fork_of, fork_step, config, stored_config, overrides, settings)
         if fork is not None:
-            stored = steps.open_fork(context, fork_of, fork)
+            stored = steps.open_fork(context, jobs, fork_of, fork)
         else:
             text = load_stored_config(stored_config, context.buffer, context.store)
             run_config = read_config(name, config, text, overrides, settings)

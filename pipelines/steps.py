@@ -407,7 +407,8 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
 def open_run(context: PipelineContext, jobs: TrainerJobs, request: str) -> RunConfig:
     """Creates the run unless it exists; returns its configuration.
 
-    From then on the run belongs to the workflow of this step, which is about to train it.
+    A run that is created belongs to the workflow of this step from then on; one that was stopped
+    belongs to the workflow that takes its turn first.
 
     Keys that may change while a run lasts (`bapo_core.config.changes.CHANGEABLE`) are changed to
     the values of the request, from the step after the last checkpoint on. Raises `BapoError` when a
@@ -448,14 +449,16 @@ def open_run(context: PipelineContext, jobs: TrainerJobs, request: str) -> RunCo
     return state.config
 
 
-def open_fork(context: PipelineContext, fork_of: str, request: wire.ForkRequest) -> RunConfig:
+def open_fork(
+    context: PipelineContext, jobs: TrainerJobs, fork_of: str, request: wire.ForkRequest
+) -> RunConfig:
     """Makes a fork of run `fork_of` unless it exists; returns its configuration.
 
     The fork has the prompts and the model of that run, so that nothing is stored. A step that is
     repeated, and a pipeline that is started again with the same parameters, gets the same fork.
 
     Raises `ConfigError` if there is no such run, if its model is not in the object store, and for
-    what the buffer service refuses.
+    what the buffer service refuses, and `BapoError` if another workflow trains the fork.
     """
     parent = context.buffer.of_run(fork_of)
     try:
@@ -470,6 +473,8 @@ def open_fork(context: PipelineContext, fork_of: str, request: wire.ForkRequest)
         if error.status not in (400, 403, 404, 409, 422):
             raise
         raise ConfigError(f"fork_of={fork_of}, fork_step={request.step}: {error.detail}") from error
+    # Another pipeline may have made the fork since `check_run`.
+    workflow_to_replace(context, jobs, state)
     origin = state.forked_from
     assert origin is not None
     context.log(f"run {state.name} is a fork of {origin.describe()}")

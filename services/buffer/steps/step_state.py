@@ -63,6 +63,8 @@ def supervised_ids(run: Run, record: StepRecord) -> list[int]:
     """Returns the hard entries whose demonstrations the step has a supervised update on."""
     if record.supervised is not None:
         return [entry["group_id"] for entry in record.supervised]
+    if not run.config.demonstrations.supervise_every:
+        return []
     # A batch of an earlier version, which did not record them.
     composition = compose_again(run, record.step)
     return [entry.group_id for entry in composition.supervised]

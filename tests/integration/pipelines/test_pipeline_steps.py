@@ -537,12 +537,13 @@ def test_a_pipeline_makes_a_fork_once_with_its_own_token(
 ) -> None:
     token = past.client.create_token(f"fork {context.buffer.run}", "pipeline").token
     run, name = context.buffer.run, past.config.name
-    own = replace(context, buffer=BufferClient(context.buffer.url, token, run=run))
+    client = BufferClient(context.buffer.url, token, run=run)
+    own = replace(context, buffer=client, workflow="team/bapo-1")
     steps.check_run(own, jobs_of(), name)
     overrides = ["algorithm=grpo", "sync.every=1"]
     request = read_fork(run, name, 4, COUNTDOWN, "", overrides, {"learning_rate": 1e-5})
     assert request is not None
-    config = steps.open_fork(own, name, request)
+    config = steps.open_fork(own, jobs_of(), name, request)
     assert (config.name, config.algorithm, config.optimizer.learning_rate) == (run, "grpo", 1e-5)
     assert config.task == past.config.task
     assert log_lines[:3] == [
@@ -556,7 +557,11 @@ def test_a_pipeline_makes_a_fork_once_with_its_own_token(
         wire.ForkOrigin(run=name, step=4, checkpoint=0),
         4,
     )
-    assert steps.open_fork(own, name, request) == config, "a step that is repeated finds it"
+    repeated = steps.open_fork(own, jobs_of(), name, request)
+    assert repeated == config, "a step that is repeated finds it"
+    another = replace(own, workflow="team/bapo-2")
+    with pytest.raises(BapoError, match="is created, and workflow team/bapo-1 trains it"):
+        steps.open_fork(another, jobs_of(), name, request)
     steps.check_run(own, jobs_of(), name)
     assert "it is continued" in log_lines[-1]
     assert steps.segment_end(own, 1, 1) == 6
@@ -589,7 +594,7 @@ def test_a_fork_that_is_refused_fails_the_step_in_one_line(
     request = read_fork(context.buffer.run, name, fork_step, COUNTDOWN, "", overrides, {})
     assert request is not None
     with pytest.raises(ConfigError) as refused:
-        steps.open_fork(context, name, request)
+        steps.open_fork(context, jobs_of(), name, request)
     assert re.fullmatch(f"fork_of={name}, {message}.*", str(refused.value))
 
 
@@ -599,7 +604,7 @@ def test_a_run_that_no_pipeline_made_cannot_be_forked_by_one(
     driver = Driver(stack, small_config(f"{context.buffer.run}-here", steps=2))
     request = wire.ForkRequest(name=context.buffer.run, step=1)
     with pytest.raises(ConfigError, match="its model tiny is not in the object store"):
-        steps.open_fork(context, driver.config.name, request)
+        steps.open_fork(context, jobs_of(), driver.config.name, request)
 
 
 def test_a_stored_configuration_is_read_by_name_or_address(
