@@ -33,14 +33,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, TransientError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import StoredVersion
 from services.common import layout
+from services.common.errors import first_line
 from services.common.objectstore import ObjectStore, files_of
 from services.trainer.background import Background
 from services.trainer.checkpoint_files import load_state, read_metadata
 from services.trainer.ranks import Ranks
+from services.trainer.save_plans import as_rank_error
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
 """Leaves out frozen weights: with adapters, these are the initial model's."""
@@ -100,13 +102,34 @@ class Checkpointer(Background):
     def _write(self, step: int) -> None:
         prefix = layout.checkpoint(self._buffer.run, step, self._buffer.attempt)
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
-            save({**self._copy, "step": step}, checkpoint_id=directory, process_group=self._group)
+            try:
+                save(
+                    {**self._copy, "step": step},
+                    checkpoint_id=directory,
+                    process_group=self._group,
+                )
+            except CheckpointException as error:
+                # It is no `Exception`, so nothing would log it, and a restart may well help.
+                raise TransientError(_describe_failure(step, error)) from error
             digests = self._store.put_contents(prefix, files_of(Path(directory)))
         by_rank = self._ranks.gather_to_main(digests)
         if self._ranks.is_main:
             files = {name: digest for digests in by_rank for name, digest in digests.items()}
             digest = self._store.put_manifest(prefix, files)
             self._buffer.record_checkpoint(step, digest)
+
+
+def _describe_failure(step: int, error: CheckpointException) -> str:
+    """Returns which ranks could not save a checkpoint, and why."""
+    reasons = [
+        f"rank {rank}: {first_line(as_rank_error(reason))}"
+        for rank, (reason, _) in error.failures.items()
+    ]
+    return (
+        f"the checkpoint after step {step} could not be saved ({'; '.join(reasons)}); correct this "
+        "(a full disk needs space), and start the trainer again, which continues from the "
+        "checkpoint before"
+    )
 
 
 def _copy_to_cpu(state: Any, copy: Any) -> Any:

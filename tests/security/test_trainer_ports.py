@@ -5,6 +5,7 @@ Another user of the machine reaches them, and on most networks another machine.
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
 import pickle
@@ -12,25 +13,30 @@ import random
 import subprocess
 import sys
 import time
+import traceback
 from base64 import b64encode
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import DistError, TCPStore, distributed_c10d
+from torch.distributed import DistBackendError, DistError, TCPStore, distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, TransientError
 from services.common.process import EXIT_RETRYABLE
 from services.trainer import ranks as module
 from services.trainer.checkpoint import Checkpointer
 from services.trainer.ranks import init_distributed
-from services.trainer.save_plans import PlanUnpickler
+from services.trainer.save_plans import PlanPickler, PlanUnpickler, RankError
 from tests.forked import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -157,18 +163,34 @@ class Keeps:
         self._kept.write_text(f"{step}: {digest}")
 
 
-def refuse_to_write(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+class OwnError(Exception):
+    """An error of a class that only the rank knows that raises it, with what no pickle holds."""
 
 
-def save_checkpoint(directory: Path, hostile_rank: int | None, full_rank: int | None) -> None:
-    """Saves a checkpoint; one rank may send hostile pickles, or have no space on its disk."""
+FAILURES: dict[str, Callable[[], BaseException]] = {
+    "OSError: [Errno 28] No space left on device": lambda: OSError(28, "No space left on device"),
+    "torch.OutOfMemoryError: 3 GiB": lambda: torch.OutOfMemoryError("3 GiB"),
+    "torch.distributed.DistBackendError: lost": lambda: DistBackendError("lost"),
+    "_pickle.PicklingError: no": lambda: pickle.PicklingError("no"),
+    "tests.security.test_trainer_ports.OwnError: <function": lambda: OwnError(lambda: None),
+}
+"""Errors that a rank may meet while it saves a checkpoint, by their texts."""
+
+
+def save_checkpoint(
+    directory: Path, hostile_rank: int | None, failing_rank: int | None = None, failure: str = ""
+) -> None:
+    """Saves a checkpoint; one rank may send hostile pickles, or fail to write its file."""
     with init_distributed() as ranks:
         if ranks.rank == hostile_rank:
             HostilePickler.mark = directory / "PWNED"
             distributed_c10d._pickler = HostilePickler  # type: ignore[misc, assignment]
-        if ranks.rank == full_rank:
-            FileSystem.create_stream = refuse_to_write  # type: ignore[assignment, method-assign]
+        if ranks.rank == failing_rank:
+
+            def fail(*_: object) -> None:
+                raise FAILURES[failure]()
+
+            FileSystem.create_stream = fail  # type: ignore[assignment, method-assign]
         model = nn.Linear(8, 8)
         model(torch.ones(8)).sum().backward()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -182,31 +204,105 @@ def save_checkpoint(directory: Path, hostile_rank: int | None, full_rank: int | 
         checkpointer.save(3, {"critic": (model, {"optimizer": optimizer})})
         try:
             checkpointer.settle()
-        except CheckpointException as error:  # no Exception, so that the processes would hide it
+        except TransientError as error:
             (directory / f"failed-{ranks.rank}").write_text(str(error))
 
 
 @pytest.mark.parametrize("hostile_rank", [0, 1])
 def test_no_plan_of_a_checkpoint_runs_code(tmp_path: Path, hostile_rank: int) -> None:
     with pytest.raises(ProcessRaisedException, match=r"rank of the trainer has sent posix\.system"):
-        run_ranks(2, save_checkpoint, tmp_path, hostile_rank, None)
+        run_ranks(2, save_checkpoint, tmp_path, hostile_rank)
     assert not (tmp_path / "PWNED").exists()
     assert not (tmp_path / "recorded").exists()
 
 
 def test_ranks_save_a_checkpoint_together(tmp_path: Path) -> None:
-    run_ranks(2, save_checkpoint, tmp_path, None, None)
+    run_ranks(2, save_checkpoint, tmp_path, None)
     recorded = (tmp_path / "recorded").read_text()
     assert recorded.startswith("3: ")
     assert "__0_0.distcp" in recorded
     assert "__1_0.distcp" in recorded
 
 
-@pytest.mark.parametrize("full_rank", [0, 1])
-def test_each_rank_hears_why_another_could_not_save(tmp_path: Path, full_rank: int) -> None:
-    run_ranks(2, save_checkpoint, tmp_path, None, full_rank)
+@pytest.mark.parametrize(
+    ("failing_rank", "failure"), [(number % 2, name) for number, name in enumerate([*FAILURES] * 2)]
+)
+def test_each_rank_hears_why_another_could_not_save(
+    tmp_path: Path, failing_rank: int, failure: str
+) -> None:
+    run_ranks(2, save_checkpoint, tmp_path, None, failing_rank, failure)
     for rank in range(2):
-        assert "No space left on device" in (tmp_path / f"failed-{rank}").read_text()
+        said = (tmp_path / f"failed-{rank}").read_text()
+        assert f"after step 3 could not be saved (rank {failing_rank}: {failure}" in said
+        assert "\n" not in said
+
+
+def exchanged(value: Any) -> Any:
+    """Returns what another rank gets."""
+    data = io.BytesIO()
+    PlanPickler(data).dump(value)
+    return PlanUnpickler(io.BytesIO(data.getvalue())).load()
+
+
+ERRORS = [
+    kind
+    for module in (builtins, pickle, subprocess, torch, torch.distributed)
+    for kind in vars(module).values()
+    if issubclass(type(kind), type) and issubclass(kind, BaseException)
+]
+
+
+@pytest.mark.parametrize("kind", random.Random(52).sample(ERRORS, 30))
+def test_an_error_of_any_class_is_sent_as_its_text(kind: type[BaseException]) -> None:
+    error = kind.__new__(kind, "a", [KeyError("b")])
+    failures = {1: (error, traceback.StackSummary.from_list([]))}
+    got = exchanged(CheckpointException("write", failures))
+    assert isinstance(got, CheckpointException)
+    reason, _ = got.failures[1]
+    assert type(reason) is RankError
+    assert type(error).__qualname__ in str(reason)
+
+
+def test_a_rank_logs_its_own_error_alone(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise OwnError("lost")
+    except OwnError as error:
+        got = exchanged(error)
+    (record,) = caplog.records
+    assert "OwnError: lost" in record.getMessage()
+    assert record.exc_info
+    assert isinstance(record.exc_info[1], OwnError)
+    exchanged(got)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("member", [*WriteItemType, *_MEM_FORMAT_ENCODING])
+def test_members_of_enumerations_are_sent_without_getattr(
+    member: Enum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian 12's Python 3.11.2 writes a member as a call of `getattr`."""
+    as_in_debian = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(type(member), "__reduce_ex__", as_in_debian)
+    assert exchanged({"kind": member})["kind"] is member
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (WriteItemType, "TENSOR"),
+        (WriteItemType, "__class__"),
+        (WriteItemType, "__init_subclass__"),
+        (SavePlan, "__init__"),
+        (torch.Size, "__reduce__"),
+    ],
+)
+def test_a_plan_calls_no_getattr(value: Any, name: str) -> None:
+    class Reached:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (value, name)
+
+    with pytest.raises(pickle.UnpicklingError, match=r"has sent builtins\.getattr"):
+        PlanUnpickler(io.BytesIO(pickle.dumps(Reached()))).load()
 
 
 STANDARD = [(name, each) for name in ("os", "subprocess") for each in dir(sys.modules[name])]
@@ -232,9 +328,10 @@ def test_a_plan_names_no_function_but_its_own(module_name: str, name: str) -> No
         PlanUnpickler(io.BytesIO(data + pickle.STACK_GLOBAL + pickle.STOP)).load()
 
 
-def test_a_pytorch_that_loads_objects_in_another_way_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", ["_pickler", "_unpickler"])
+def test_a_pytorch_that_exchanges_objects_in_another_way_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(distributed_c10d, "_unpickler")
+    monkeypatch.delattr(distributed_c10d, name)
     with pytest.raises(BapoError, match="install PyTorch"), init_distributed():
         pass
