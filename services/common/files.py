@@ -30,6 +30,15 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
+def sync_directory(path: Path) -> None:
+    """Returns once the names in a directory would outlast a power loss."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def is_dead_socket(path: Path) -> bool:
     """Returns whether a file is a Unix socket on which nothing listens any more."""
     with socket.socket(socket.AF_UNIX) as client:

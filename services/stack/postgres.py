@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from bapo_core.errors import BapoError
+from services.common.files import sync_directory
 from services.common.process import as_user, describe_exit, find_error
 from services.stack.supervisor import ProcessFailed, Supervisor
 
@@ -126,6 +127,8 @@ def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
             "needs space, a directory the right to write to it), and repeat the command"
         )
     partial.replace(data)
+    # After a power loss, the name `partial` would be removed with the runs that are in it by then.
+    sync_directory(data.parent)
 
 
 def _remove_stale_pid(data: Path) -> None:

@@ -183,6 +183,21 @@ def test_a_database_whose_creation_was_interrupted_is_made_anew() -> None:
         assert sorted(path.name for path in data.parent.iterdir()) == ["bin", "postgres"]
 
 
+def test_the_name_of_a_new_database_is_on_the_disk_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a power loss would give it the name of an interrupted one, which is removed."""
+    synced: list[tuple[str, bool]] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), data.exists()))
+
+    with initdb_of("exit 0") as (programs, data):
+        monkeypatch.setattr(os, "fsync", sync)
+        _create_cluster(programs, data, server_user())
+        assert synced == [(str(data.parent), True)]
+
+
 @pytest.mark.parametrize(
     ("printed", "reason"),
     [
