@@ -16,13 +16,24 @@ from pathlib import Path
 from bapo_core.errors import BapoError
 from services.common.files import sync_directory
 from services.common.process import as_user, describe_exit, find_error
-from services.stack.supervisor import ProcessFailed, Supervisor
+from services.stack.supervisor import NotReady, ProcessFailed, Supervisor
 
 log = logging.getLogger(__name__)
 
 READY_WITHIN_S = 60.0
 USER = "embedded_postgres"
 """Postgres refuses to run as root. Where we are root, it runs as this user."""
+_NOT_YET = "the database system is "
+"""What Postgres answers to connections while it starts, recovers or stops."""
+_ERROR = re.compile(r"(?:FATAL|PANIC):  ")
+_DAMAGE = re.compile(
+    r"PANIC:|could not (?:open|read|access|find|locate)|incorrect checksum|corrupt|not a valid"
+    r"|invalid (?:checkpoint|contents|data|length|magic|page|primary|record|resource)"
+    r"|contains errors|bogus data"
+)
+"""What Postgres's errors say of a file that is damaged or missing."""
+_REFUSED = re.compile(r"Permission denied|Too many open files")
+"""Reasons for which a sound file cannot be opened."""
 _INITDB_ERROR = re.compile(r"^.*?(?:error|FATAL|PANIC): +(.*)", re.MULTILINE)
 
 
@@ -65,15 +76,29 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
             lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S
         )
     except ProcessFailed as error:
-        # Postgres says this while it starts again after the error that matters.
-        log_lines = supervisor.log_of("postgres").read_text(errors="replace").splitlines()
-        reason = find_error("\n".join(x for x in log_lines if "the database system is " not in x))
+        text = supervisor.log_of("postgres").read_text(errors="replace")
+        reason, advice = explain_failure(text, data, runs=isinstance(error, NotReady))
         more = "" if reason in str(error) else f": {reason}"
-        raise ProcessFailed(
-            f"{error}{more}; if a file in {data} is damaged, restore a backup of it, or move it "
-            "away"
-        ) from error
+        raise ProcessFailed(f"{error}{more}; {advice}") from error
     return f"postgresql+psycopg://postgres@/postgres?host={sockets}"
+
+
+def explain_failure(text: str, data: Path, *, runs: bool) -> tuple[str, str]:
+    """Returns why Postgres did not start, and what to do about it.
+
+    text: its log. data: directory of the database cluster. runs: whether it still runs.
+    """
+    lines = text.splitlines()
+    # Postgres says this while it starts again after the error that matters.
+    reason = find_error("\n".join(x for x in lines if _NOT_YET not in x))
+    if not _ERROR.match(reason):
+        if runs and any(_NOT_YET in line for line in lines):
+            return "it recovers from an interruption", "wait a minute, and repeat the command"
+    elif "No space left on device" in reason:
+        return reason, "free space on that disk, and repeat the command"
+    elif _DAMAGE.search(reason) and not _REFUSED.search(reason):
+        return reason, f"if a file in {data} is damaged, restore a backup of it, or move it away"
+    return reason, "correct this, and repeat the command"
 
 
 def find_binaries() -> Path:

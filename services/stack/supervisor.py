@@ -24,6 +24,10 @@ class ProcessFailed(BapoError):
     """A supervised process failed, ended early, or did not become ready in time."""
 
 
+class NotReady(ProcessFailed):
+    """A supervised process runs, and did not become ready in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Child:
     name: str
@@ -132,16 +136,14 @@ class Supervisor:
     def wait_until(self, ready: Callable[[], bool], what: str, *, seconds: float) -> None:
         """Polls `ready` and returns once it is true.
 
-        Raises `ProcessFailed` when a child ends first, or after `seconds`; the message names
-        `what` did not become ready.
+        Raises `ProcessFailed` when a child ends first, and `NotReady` after `seconds`; the message
+        names `what` did not become ready.
         """
         deadline = time.monotonic() + seconds
         while not ready():
             self.check_all_running()
             if time.monotonic() > deadline:
-                raise ProcessFailed(
-                    f"{what} did not become ready in {seconds:.0f} s; see {self._logs}"
-                )
+                raise NotReady(f"{what} did not become ready in {seconds:.0f} s; see {self._logs}")
             time.sleep(0.05)
 
     def check_all_running(self) -> None:

@@ -25,6 +25,7 @@ from services.common.process import as_user
 from services.stack.postgres import (
     _create_cluster,
     _remove_stale_pid,
+    explain_failure,
     find_binaries,
     start_postgres,
 )
@@ -257,6 +258,71 @@ def test_a_damaged_database_names_the_file(file: str, monkeypatch: pytest.Monkey
         ):
             start_postgres(supervisor, data, sockets)
         check_message(str(caught.value))
+
+
+STARTING = "2026-11-28 00:03:53.776 UTC [7] FATAL:  the database system is starting up\n"
+STARTED = "2026-11-28 00:03:53.776 UTC [7] LOG:  starting PostgreSQL 18.0\n"
+DAMAGED = "if a file in /d is damaged, restore a backup of it, or move it away"
+CORRECT = "correct this, and repeat the command"
+FULL = 'FATAL:  could not write to file "pg_wal/xlogtemp.6433": No space left on device'
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ('FATAL:  could not open file "global/pg_filenode.map": No such file', DAMAGED),
+        ('PANIC:  could not read file "global/pg_control": read 0 of 296', DAMAGED),
+        ("PANIC:  could not locate a valid checkpoint record at 0/16B7F28", DAMAGED),
+        ("FATAL:  incorrect checksum in control file", DAMAGED),
+        ("FATAL:  relation mapping file contains incorrect checksum", DAMAGED),
+        ("FATAL:  invalid page in block 0 of relation base/5/2600", DAMAGED),
+        ('FATAL:  "/d" is not a valid data directory', DAMAGED),
+        ('FATAL:  configuration file "/d/postgresql.conf" contains errors', DAMAGED),
+        (FULL, "free space on that disk, and repeat the command"),
+        (FULL.replace("FATAL", "PANIC"), "free space on that disk, and repeat the command"),
+        ('FATAL:  could not open file "global/pg_control": Permission denied', CORRECT),
+        ("FATAL:  could not map anonymous shared memory: Cannot allocate memory", CORRECT),
+        ('FATAL:  invalid value for parameter "max_connections": "x"', CORRECT),
+        ('FATAL:  lock file "postmaster.pid" already exists', CORRECT),
+    ],
+)
+def test_a_failed_start_says_what_helps_against_its_error(error: str, advice: str) -> None:
+    random = Random(error)
+    line = f"2026-11-28 00:03:53.776 UTC [7] {error}\n"
+    for _ in range(4):
+        before, after = (STARTING * random.randint(0, 3) for _ in range(2))
+        text = f"{STARTED}{before}{line}{after}"
+        said = explain_failure(text, Path("/d"), runs=random.random() < 0.5)
+        assert said == (error, advice)
+
+
+def test_a_long_recovery_is_no_damage() -> None:
+    recovering = f"{STARTED}{STARTING * 3}2026-11-28 00:04 UTC [9] LOG:  redo in progress\n"
+    said = explain_failure(recovering, Path("/d"), runs=True)
+    assert said == ("it recovers from an interruption", "wait a minute, and repeat the command")
+    for text, runs in ((recovering, False), (STARTED, True), ("", True)):
+        reason, advice = explain_failure(text, Path("/d"), runs=runs)
+        assert (reason == text.strip().split("\n")[-1], advice) == (True, CORRECT)
+
+
+def test_a_start_that_takes_too_long_says_that_postgres_recovers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with initdb_of("") as (programs, data):
+        data.mkdir()
+        (data / "PG_VERSION").write_text("18\n")
+        (programs / "postgres").write_text(f"#!/bin/sh\necho '{STARTING}'\nexec sleep 600\n")
+        (programs / "postgres").chmod(0o755)
+        monkeypatch.setattr("services.stack.postgres.find_binaries", lambda: programs)
+        monkeypatch.setattr("services.stack.postgres.READY_WITHIN_S", 0.5)
+        with (
+            pytest.raises(
+                BapoError, match=r"in 0 s; see .*: it recovers.* repeat the command"
+            ) as e,
+            Supervisor(data.parent / "logs") as supervisor,
+        ):
+            start_postgres(supervisor, data, programs)
+        check_message(str(e.value))
 
 
 def test_objects_that_were_half_written_are_named_and_all_others_are_read(tmp_path: Path) -> None:
