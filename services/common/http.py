@@ -157,8 +157,10 @@ def _describe_page(response: httpx.Response) -> str:
             "a proxy before the service takes smaller bodies; raise its limit to 64 MiB (nginx: "
             "`client_max_body_size`, its ingress controller: `proxy-body-size`)"
         )
-    body = repr(" ".join(response.text.split()))[:_LONGEST_BODY]
-    what = "a page" if "html" in response.headers.get("content-type", "") else body
+    text = " ".join(response.text.split())[:_LONGEST_BODY]
+    body = "".join(letter if letter.isprintable() else "?" for letter in text)
+    is_page = "html" in response.headers.get("content-type", "")
+    what = "nothing" if not body else "a page" if is_page else repr(body)
     return (
         f"a proxy or another server has answered with {what} (HTTP {response.status_code}); check "
         "the address, and the proxy's log"

@@ -373,7 +373,9 @@ def test_a_comma_in_the_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         (404, {"text": "no route\n" * 999}, r"answered with 'no route no .* \(HTTP 404\); check"),
         (405, {"json": {"error": ["x"] * 999}}, r"answered with '.* \(HTTP 405\); check"),
         (400, {"content": bytes(range(256)) * 9}, r"answered with '.* \(HTTP 400\); check"),
-        (403, {}, r"answered with '' \(HTTP 403\); check"),
+        (404, {"text": "x" * 999}, rf"answered with '{'x' * 100}' \(HTTP 404\); check"),
+        (403, {}, r"answered with nothing \(HTTP 403\); check"),
+        (403, {"html": " "}, r"answered with nothing \(HTTP 403\); check"),
     ],
 )
 def test_the_answer_of_a_proxy_is_explained(
