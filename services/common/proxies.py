@@ -51,15 +51,30 @@ def _is_local(host: str) -> bool:
     """Returns whether a host is this machine or in the cluster; only names of others have dots,
     but for this machine's own."""
     try:
-        address = ip_address(host)
+        return _is_own(ip_address(host))
     except ValueError:
         own = socket.gethostname().lower()
-        return "." not in host or host.endswith(CLUSTER_DOMAINS) or host == own
-    return address.is_loopback or _is_own(address)
+        if "." not in host or host.endswith(CLUSTER_DOMAINS) or host == own:
+            return True
+        # The host name is mostly the first label alone. No other name is looked up, because a
+        # machine behind a proxy may wait long for the addresses of hosts elsewhere.
+        same_label = host.partition(".")[0] == own.partition(".")[0]
+        return same_label and any(map(_is_own, _addresses_of(host)))
+
+
+def _addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
+    """Returns the addresses of a name; none if it has none or cannot be looked up."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [ip_address(address[0]) for *_, address in found]
 
 
 def _is_own(address: IPv4Address | IPv6Address) -> bool:
     """Returns whether this machine has an address: it would then call the address from itself."""
+    if address.is_loopback:
+        return True
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
