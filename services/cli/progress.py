@@ -88,15 +88,19 @@ class RunDisplay:
         if self._console.is_jupyter:
             self._live = NotebookView()
             self._live.update(self._render())
-            yield
-            self._live.update(self._render())
+            try:
+                yield
+            finally:
+                self._live.update(self._render())
             return
         if not self._console.is_terminal:
             yield
             return
         with Live(self._render(), console=self._console, refresh_per_second=4) as self._live:
-            yield
-            self._live.update(self._render())
+            try:
+                yield
+            finally:
+                self._live.update(self._render())
 
     def update(
         self,

@@ -311,3 +311,24 @@ def test_a_notebook_has_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPa
             assert f"step {number}/3" in text
             assert "\u2501" in text, "a bar"
     assert len(updated) == 3, "what has not changed is not drawn again"
+
+
+def test_what_happened_last_is_drawn_when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    now = [0.0]
+
+    def display(content: dict[str, str], **_: bool) -> SimpleNamespace:
+        return SimpleNamespace(update=lambda new, **_: drawn.append(new["text/plain"]))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    run = RunDisplay(plain_console(force_jupyter=True), "words", 3, 0, clock=lambda: now[-1])
+
+    def fail() -> None:
+        with run.shown():
+            now.append(77.0)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    (last,) = drawn
+    assert "(77 s)" in last
