@@ -28,6 +28,9 @@ FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 POLL_INTERVAL_S = 5.0
 GIVE_UP_AFTER_S = 900.0
 """Seconds for which the API may be away while `wait_for_run` waits."""
+LOGIN_PAGES_S = 60.0
+"""Seconds for which pages that are no answer of the API may come while `wait_for_run` waits: a
+gateway shows them while it is maintained, and a session that has ended from then on."""
 _REMEDY = (
     "give --host, for example after `kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
 )
@@ -138,12 +141,14 @@ def wait_for_run(
     package: the compiled pipeline, which has the steps' names.
 
     Raises `BapoError` unless the run succeeds, when the API has not answered for 15 minutes, and
-    when what answers is not the API, such as the login page of a session that has ended.
+    when for a minute what answers is not the API, such as the login page of a session that has
+    ended.
     """
     names = _step_names(package)
     with _kubeflow("does not answer"):
         client = _client(host, namespace)
     lines, states, answered = WaitLog(log), dict[str, str](), time.monotonic()
+    pages_since: float | None = None
     while True:
         try:
             with _kubeflow("does not answer"):
@@ -152,14 +157,23 @@ def wait_for_run(
             if time.monotonic() - answered > GIVE_UP_AFTER_S:
                 raise
             lines.say(str(error))
+            pages_since = None
             time.sleep(POLL_INTERVAL_S)
             continue
         if not state.run_id:
-            raise BapoError(
+            page = (
                 f"{host or 'the server that kfp found'} has answered without run {run}, as a login "
-                f"page does; the run goes on, and its page shows it. Next time, {_REMEDY}"
+                "page does"
             )
-        answered = time.monotonic()
+            pages_since = time.monotonic() if pages_since is None else pages_since
+            if time.monotonic() - pages_since >= LOGIN_PAGES_S:
+                raise BapoError(
+                    f"{page}; the run goes on, and its page shows it. Next time, {_REMEDY}"
+                )
+            lines.say(f"{page}; it is asked again for {LOGIN_PAGES_S:.0f} s")
+            time.sleep(POLL_INTERVAL_S)
+            continue
+        answered, pages_since = time.monotonic(), None
         details = state.run_details.task_details if state.run_details is not None else None
         for task in details or []:
             name = names.get(task.display_name)
