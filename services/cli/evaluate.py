@@ -268,13 +268,13 @@ def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdic
 def _note_cut_off(evaluation_set: str, groups: Sequence[GeneratedGroup], limit: int) -> None:
     """Says on standard error how many of the responses reached the length limit, if any did."""
     reasons = [response.finish_reason for group in groups for response in group.responses]
-    share = reasons.count("length") / max(1, len(reasons))
-    if share == 0:
+    cut_off = reasons.count("length")
+    if not cut_off:
         return
-    advice = ", and rarely hold an answer; raise the limit" if share > 0.5 else ""
+    advice = ", and rarely hold an answer; raise the limit" if 2 * cut_off > len(reasons) else ""
     plain_console(stderr=True).print(
-        f"note: {share:.1%} of the responses to {evaluation_set} were cut off at {limit} tokens "
-        f"(rollout.max_response_tokens){advice}",
+        f"note: {cut_off:,} of {len(reasons):,} responses to {evaluation_set} were cut off at "
+        f"{limit} tokens (rollout.max_response_tokens){advice}",
         soft_wrap=True,
     )
 

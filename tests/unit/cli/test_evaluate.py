@@ -81,11 +81,12 @@ def test_an_evaluation_without_a_terminal_prints_how_far_it_is() -> None:
     ("reasons", "said"),
     [
         (["stop", "stop", "stop", "stop"], ""),
-        (["stop", "length", "stop", "stop"], "25.0% of the responses to held_out"),
-        (["length", "length", "stop", "length"], "75.0% of the responses to held_out"),
+        (["stop", "length", "stop", "stop"], "1 of 4 responses to held_out"),
+        (["length", "length", "stop", "length"], "3 of 4 responses to held_out"),
+        (["stop"] * 4_999 + ["length"], "1 of 5,000 responses to held_out"),
     ],
 )
-def test_the_share_of_responses_that_are_cut_off_is_printed(
+def test_the_number_of_responses_that_are_cut_off_is_printed(
     reasons: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     responses = [{"token_ids": [1], "logprobs": [0.0], "finish_reason": why} for why in reasons]
@@ -93,7 +94,7 @@ def test_the_share_of_responses_that_are_cut_off_is_printed(
         GeneratedGroup.model_validate(
             {"index": n, "policy_version": 1, "responses": responses[2 * n : 2 * n + 2]}
         )
-        for n in (0, 1)
+        for n in range(len(reasons) // 2)
     ]
     _note_cut_off("held_out", groups, 256)
     printed = capsys.readouterr().err
