@@ -3,7 +3,8 @@ r"""Counts wrong verdicts of the task `math` on mutants and spellings of public 
     python -m benchmarks.grader_mutants --data DIRECTORY [--seed 0] [--output FILE]
 
 A mutant is a reference answer with a change of its value: a digit, a sign, two numbers, a term, an
-exponent, a bracket of an interval, rows of a matrix, an element of a list. It must be refused. A
+exponent, a bracket of an interval, rows of a matrix, an element of a list, a unit. It must be
+refused. Units are rare in the answers, so numbers also get one of two units that differ. A
 spelling is the same answer written otherwise: it must be accepted. Both are made by kinds from the
 text alone, drawn with a seed, so another seed gives others. What the grader decides otherwise is
 printed and written to `--output`.
@@ -186,6 +187,31 @@ def _element(text: str, rng: random.Random) -> str | None:
     return _replace(text.strip(), match, ",".join(elements), 3)
 
 
+UNITS_OF_NUMBERS = (
+    *(r"#\text{ cm}", r"#\text{ km}", "# kg", r"#\text{ feet}", r"#\text{ minutes}", "# hours"),
+    *("# km/h", r"# \text{ mi/h}", r"#\,\mathrm{km/s}", r"#\,\mathrm{m/s}", r"#\,\mathrm{m/s^2}"),
+    *(r"#\mbox{ inches}^2", r"#\text{ cubic inches}", r"#^\circ C", r"#^\circ\text{F}"),
+    *("# USD", "# EUR", "£#", r"#\text{ cents}", r"#\%", "# Hz", "# kHz"),
+)
+"""Forms of a number with a unit; no two have the same unit."""
+
+
+def _unit(text: str, rng: random.Random) -> str | None:
+    units = r"cm|mm|km|m|in|inches|ft|feet|miles|kg|g|lb|pounds|seconds|minutes|hours|days|cents"
+    matches = list(re.finditer(rf"(?<=[{{~ ])({units})(?=[}}~ ^/])", text))
+    if not matches or not re.search(r"\d", text):
+        return None
+    match = rng.choice(matches)
+    return _replace(text, match, rng.choice([u for u in ("kg", "km", "hours") if u != match[0]]))
+
+
+def _with_units(text: str, rng: random.Random) -> tuple[str, str] | None:
+    """Returns a number with two units that differ."""
+    one, other = rng.sample(UNITS_OF_NUMBERS, 2)
+    reference, answer = (_around_a_number(form)(text, rng) for form in (one, other))
+    return None if reference is None or answer is None else (reference, answer)
+
+
 MUTANTS: dict[str, Change] = {
     "a digit": _digit,
     "a sign": _sign,
@@ -195,6 +221,7 @@ MUTANTS: dict[str, Change] = {
     "a bracket of an interval": _bracket,
     "rows of a matrix": _rows,
     "an element of a list": _element,
+    "a unit": _unit,
 }
 
 
@@ -454,6 +481,9 @@ def make_cases(references: Iterable[tuple[str, str]], seed: int) -> Iterator[Cas
                 answer = change(reference, derive_rng(seed, "grader mutants", kind, reference))
                 if answer is not None and answer.strip() != reference.strip():
                     yield Case(source, kind, reference, answer, right)
+        pair = _with_units(reference, derive_rng(seed, "grader mutants", "units", reference))
+        if pair is not None:
+            yield Case(source, "two units", *pair, right=False)
 
 
 def explain(case: Case) -> str | None:

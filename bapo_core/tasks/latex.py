@@ -11,6 +11,8 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 
+from bapo_core.tasks.units import CURRENCIES, is_unit
+
 BLANK = " "
 """The token of every kind of space."""
 DEGREE = r"\degree"
@@ -143,9 +145,6 @@ _DROPPED = frozenset(
         r"\null",
         r"\relax",
         r"$",
-        r"\$",
-        "€",
-        "£",
         r"\(",
         r"\)",
         r"\[",
@@ -235,7 +234,7 @@ _INFIX = {r"\over": r"\frac", r"\choose": r"\binom"}
 _TIME = re.compile(r"(?<=:[0-9]{2})\s*([AaPp])\.?\s?[Mm](?![A-Za-z])\.?")
 """The half of the day of a time such as 7:30 pm."""
 _MEASURE = re.compile(r"([-+]?[0-9][0-9.,]*) ([A-Za-z][A-Za-z/^0-9 ]*)")
-"""A number with a unit, or with other words."""
+"""A number with words, which may be its unit."""
 _BOXES = frozenset((r"\boxed", r"\fbox"))
 _CONNECTORS = frozenset(("and", "or", ",", ";", ", and", ", or", "and/or"))
 _FUNCTION_WORDS = "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh sqrt"
@@ -283,7 +282,10 @@ def normalise_tokens(text: str) -> list[str]:
         # A row separator means nothing outside an environment: it is a doubled backslash.
         text = text.replace(r"\\", "\\")
     text = _TIME.sub(lambda time: rf" \text{{{time[1].lower()}.m}}", text)
-    tokens = _infixed(list(_spelled(split_tokens(text))))
+    tokens = split_tokens(text)
+    if tokens.count("$") == 1:  # Mathematics has two of them around it.
+        tokens[tokens.index("$")] = r"\$"
+    tokens = _infixed(list(_spelled(tokens)))
     return trim(_merge_words(_mark_degrees(tokens)))
 
 
@@ -395,7 +397,7 @@ def _text_tokens(content: str, command: str) -> Iterator[str]:
         yield f"\\{words}"
     elif _NUMBER_OR_SYMBOL.fullmatch(words) or "\\" in words:
         yield from _spelled(split_tokens(words))
-    elif (measure := _MEASURE.fullmatch(words)) is not None:
+    elif (measure := _MEASURE.fullmatch(words)) is not None and is_unit(measure[2]):
         yield from (*measure[1], BLANK, f"{TEXT}{measure[2]}}}")
     else:
         yield f"{TEXT}{words}}}"
@@ -486,7 +488,7 @@ def characters(tokens: Sequence[str], braces: bool = False) -> str:
 
     Blanks count between two digits only, and the braces of single tokens only with `braces`.
     """
-    kept = [token for token in tokens if token != r"\!"]
+    kept = [token for token in tokens if token != r"\!" and token not in CURRENCIES]
     pieces: list[str] = []
     for index, token in enumerate(kept):
         if token == BLANK:

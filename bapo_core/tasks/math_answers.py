@@ -24,6 +24,7 @@ from bapo_core.tasks.latex import (
     trim,
 )
 from bapo_core.tasks.math_reader import Unreadable, has_ambiguous_slash, read_expression
+from bapo_core.tasks.units import CURRENCIES, OTHER_UNITS, UNITS, Quantity, read_quantity
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Value:
     unit: str = ""
     unit_exponents: tuple[str, ...] = ()
     """The exponents that are written in the unit."""
+    quantity: Quantity | None = None
+    """The names and exponents of the unit; None without a unit that is known."""
     decimal_places: int | None = None
     """The number of decimal places of a decimal numeral; None for other expressions."""
     base: str = ""
@@ -117,103 +120,7 @@ _NO_UNIT = re.compile(
     r"times|pairs?|over|by|only if|otherwise)\b|[0-9<>=\\]",
     re.IGNORECASE,
 )
-UNITS = {
-    **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
-    **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
-    **dict.fromkeys(("km", "kilometer", "kilometre"), "km"),
-    **dict.fromkeys(("m", "meter", "metre"), "m"),
-    **dict.fromkeys(("nm", "nanometer", "nanometre"), "nm"),
-    **dict.fromkeys(("in", "inch", "inche"), "in"),
-    **dict.fromkeys(("ft", "foot", "feet"), "ft"),
-    **dict.fromkeys(("yd", "yard"), "yd"),
-    **dict.fromkeys(("mi", "mile"), "mi"),
-    **dict.fromkeys(("kg", "kilogram"), "kg"),
-    **dict.fromkeys(("g", "gram"), "g"),
-    **dict.fromkeys(("mg", "milligram"), "mg"),
-    **dict.fromkeys(("lb", "pound"), "lb"),
-    **dict.fromkeys(("oz", "ounce"), "oz"),
-    **dict.fromkeys(("s", "sec", "second"), "s"),
-    **dict.fromkeys(("ms", "millisecond"), "ms"),
-    **dict.fromkeys(("min", "minute"), "min"),
-    **dict.fromkeys(("h", "hr", "hour"), "h"),
-    **dict.fromkeys(("day", "d"), "day"),
-    **dict.fromkeys(("year", "yr"), "year"),
-    **{"a.m": "a.m", "p.m": "p.m"},
-    **{unit: unit for unit in ("week", "month", "dollar", "cent", "degree", "radian")},
-}
-"""Spellings of units, in the singular, and the unit that they mean."""
 _UNIT_EXPONENT = re.compile(r"\^\{?-?[0-9]\}?")
-_OTHER_UNITS = frozenset(
-    [
-        "units",
-        "unit",
-        "degrees",
-        "degree",
-        "percent",
-        "dollars",
-        "dollar",
-        "cents",
-        "cent",
-        "square",
-        "cubic",
-        "sq",
-        "cu",
-        "per",
-        "people",
-        "hz",
-        "khz",
-        "mhz",
-        "ghz",
-        "ev",
-        "kev",
-        "mev",
-        "gev",
-        "pa",
-        "kpa",
-        "mpa",
-        "atm",
-        "mol",
-        "rad",
-        "deg",
-        "mph",
-        "kph",
-        "rpm",
-        "kwh",
-        "kw",
-        "mw",
-        "kj",
-        "cal",
-        "kcal",
-        "ml",
-        "dl",
-        "kl",
-        "watts",
-        "watt",
-        "joules",
-        "volts",
-        "amps",
-        "ohms",
-        "newtons",
-        "kelvin",
-        "celsius",
-        "usd",
-        "eur",
-        "fahrenheit",
-        "bits",
-        "bytes",
-        "gallons",
-        "liters",
-        "litres",
-        "quarts",
-        "pints",
-        "cups",
-        "points",
-        "years",
-        "days",
-        "weeks",
-        "months",
-    ]
-)
 
 
 def read_answer(tokens: Sequence[str]) -> list[Answer]:
@@ -324,6 +231,9 @@ def _read(tokens: Sequence[str]) -> Answer:
         parts, found = _split(tokens, set(join))
         if found and all(map(trim, parts)):
             return Joined(join[0], tuple(map(_read, parts)))
+    currency = next((token for token in tokens if token in CURRENCIES), "")
+    if currency:
+        tokens = trim([token for token in tokens if token not in CURRENCIES])
     grid = _read_grid(tokens)
     if grid is not None:
         return grid
@@ -333,7 +243,7 @@ def _read(tokens: Sequence[str]) -> Answer:
     if r"\pm" in tokens or r"\mp" in tokens:
         branches = [[_SIGN_OF[branch].get(t, t) for t in tokens] for branch in (0, 1)]
         return Items("", "", tuple(map(_read, branches)))
-    return _read_value(tokens)
+    return _read_value(tokens, CURRENCIES.get(currency, ""))
 
 
 _SIGN_OF = ({r"\pm": "+", r"\mp": "-"}, {r"\pm": "-", r"\mp": "+"})
@@ -465,16 +375,17 @@ def _closing_position(tokens: Sequence[str]) -> int | None:
 # ---- values -------------------------------------------------------------------------------------
 
 
-def _read_value(tokens: Sequence[str]) -> Answer:
+def _read_value(tokens: Sequence[str], currency: str = "") -> Answer:
     plain = characters(tokens)
     if len(plain) > 2 and plain.isalpha() and plain.isascii() and plain.isupper():
         return Words(plain)  # These are the vertices of a figure and no product.
     based = _BASED.fullmatch(characters(tokens, braces=True))
     if based is not None:
         return Value(_digits(based[1]), base=based[2])
-    for number, unit in _unit_splits(tokens):
+    for number, unit, quantity in _unit_splits(tokens):
         if DEGREE in number and not _is_angle(number):
-            number, unit = [token for token in number if token != DEGREE], unit or "degree"
+            number = [token for token in number if token != DEGREE]
+            unit, quantity = unit or "degree", quantity or read_quantity("degree")
         if not number or _is_prose(number):
             continue
         try:
@@ -487,7 +398,9 @@ def _read_value(tokens: Sequence[str]) -> Answer:
         except (ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
             continue  # SymPy refuses some values, such as \log_1 2.
         exponents = _exponents(tokens[len(number) :]) if unit else ()
-        return Value(expression, loose, unit, exponents, _decimal_places(number))
+        quantity = quantity or read_quantity(currency)
+        places = _decimal_places(number)
+        return Value(expression, loose, unit or currency, exponents, quantity, places)
     return Words(plain if any(map(str.isdigit, plain)) or "\\" in plain else plain.casefold())
 
 
@@ -520,23 +433,30 @@ def _decimal_places(tokens: Sequence[str]) -> int | None:
     return len(numeral[1]) - int(numeral[2] or 0)
 
 
-def _unit_splits(tokens: Sequence[str]) -> Iterator[tuple[list[str], str]]:
-    """Yields (tokens of the number, unit) for the places where a unit may begin."""
+def _unit_splits(tokens: Sequence[str]) -> Iterator[tuple[list[str], str, Quantity | None]]:
+    """Yields (tokens of the number, unit, its names) for the places where a unit may begin."""
     tokens = list(tokens)
     if tokens and (tokens[-1] == "%" or (tokens[-1] == DEGREE and not _is_angle(tokens))):
-        yield trim(tokens[:-1]), "%" if tokens[-1] == "%" else "degree"
+        unit = "%" if tokens[-1] == "%" else "degree"
+        yield trim(tokens[:-1]), unit, read_quantity(unit)
         return
     if tokens[-1:] in (["C"], ["F"]) and trim(tokens[:-1])[-1:] == [DEGREE]:
-        yield trim(trim(tokens[:-1])[:-1]), "degree"
+        yield trim(trim(tokens[:-1])[:-1]), "degree", read_quantity(tokens[-1])
         return
     for start in range(1, len(tokens)):
         unit = _unit_from(tokens, start)
         if unit:
             number = trim(tokens[:start])
             if number and number[-1] not in _SIGNS and number[-1] not in ("^", "_"):
-                yield number, unit
+                yield number, unit, read_quantity(_plain(tokens[start:]))
                 return
-    yield tokens, ""
+    yield tokens, "", None
+
+
+def _plain(tokens: Sequence[str]) -> str:
+    """Returns the characters of a unit's tokens without braces, and blanks for \\cdot."""
+    text = "".join(token[len(TEXT) : -1] if token.startswith(TEXT) else token for token in tokens)
+    return re.sub("[{}]", "", text.replace(r"\cdot", " ").replace(DEGREE, " degree "))
 
 
 def _unit_from(tokens: Sequence[str], start: int) -> str:
@@ -593,19 +513,10 @@ def _is_unit_word(word: str, before: Sequence[str]) -> bool:
     singular = word.lower().removesuffix("s")
     if len(word) < 2:
         return False
-    if word.lower() in _OTHER_UNITS or (singular in UNITS and len(singular) > 1):
+    if word.lower() in OTHER_UNITS or (singular in UNITS and len(singular) > 1):
         return True
     numeric = all(t.isdigit() or t in (".", BLANK, "-", r"\!") for t in before)
     return numeric and len(word) > 3 and before[-1] == BLANK
-
-
-def unit_name(unit: str) -> str | None:
-    """Returns the name of a known unit, whatever its spelling; None for another."""
-    words = [word.strip(".") for word in unit.lower().split() if word not in ("square", "cubic")]
-    if len(words) != 1:
-        return None
-    singular = words[0] if words[0] in UNITS else words[0].removesuffix("s")
-    return UNITS.get(singular)
 
 
 def unread_parts(answer: Answer) -> Iterator[str]:

@@ -26,8 +26,8 @@ from bapo_core.tasks.math_answers import (
     Relation,
     Value,
     Words,
-    unit_name,
 )
+from bapo_core.tasks.units import may_be_equal
 
 DIGITS = 60
 """Decimal digits of the arithmetic."""
@@ -368,15 +368,12 @@ def _equal_regions(gold: Sequence[Interval], answer: Sequence[Interval]) -> bool
 def _equal_values(gold: Value, answer: Value, _: bool = False) -> bool:
     if gold.base or answer.base:
         return _equal_digits(gold, answer)
-    units = unit_name(gold.unit), unit_name(answer.unit)
-    if None not in units and units[0] != units[1]:
+    if not may_be_equal(gold.quantity, answer.quantity):
         return False
-    if (
-        gold.unit_exponents
-        and answer.unit_exponents
-        and gold.unit_exponents != answer.unit_exponents
-    ):
-        return False
+    if None in (gold.quantity, answer.quantity):
+        exponents = gold.unit_exponents, answer.unit_exponents
+        if all(exponents) and exponents[0] != exponents[1]:
+            return False
     for one, other in _pairs(gold, answer):
         if equal_expressions(one, other) or _rounds_to(gold, answer, one, other):
             return True

@@ -20,6 +20,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 
 from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
 from bapo_core.tasks.latex import DEGREE, TEXT, characters, normalise_tokens
+from bapo_core.tasks.units import CURRENCIES
 
 INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 """The default instruction to the model."""
@@ -322,7 +324,9 @@ def _depth(text: str) -> int:
 
 def has_same_characters(tokens: Sequence[str], reference: str) -> bool:
     """Returns whether an answer's normalised tokens have the characters of a reference answer."""
-    text, gold = characters(tokens), _gold_characters(reference)
+    text, (gold, currencies) = characters(tokens), _gold_characters(reference)
+    if currencies and not currencies >= CURRENCIES.keys() & tokens:
+        return False  # €5 is not $5, but 5 is.
     is_word = len(text) > 2 or (len(text) == 2 and TEXT in reference)
     if is_word and text.isalpha() and text.casefold() == gold.casefold():
         return True  # words, whose case has no meaning
@@ -331,8 +335,10 @@ def has_same_characters(tokens: Sequence[str], reference: str) -> bool:
 
 # The G responses to a prompt share a reference answer, and prompts recur.
 @lru_cache(maxsize=1024)
-def _gold_characters(text: str) -> str:
-    return characters(normalise_tokens(text))
+def _gold_characters(text: str) -> tuple[str, AbstractSet[str]]:
+    """Returns the characters of a reference answer, and the signs of its currencies."""
+    tokens = normalise_tokens(text)
+    return characters(tokens), CURRENCIES.keys() & tokens
 
 
 # ---- SymPy and Math-Verify, imported at first use: `bapo_core` must import without them ----------

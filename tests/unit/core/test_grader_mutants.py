@@ -67,7 +67,7 @@ def test_mutants_are_refused_and_spellings_accepted(seed: int) -> None:
     texts = {pair["reference"] for pair in pairs if pair["class"] in ("equal", "equivalent")}
     references = [("sample", text) for text in (*REFERENCES, *sorted(texts))]
     cases = list(make_cases(references, seed))
-    assert {case.kind for case in cases} == {*MUTANTS, *SPELLINGS}
+    assert {case.kind for case in cases} == {*MUTANTS, *SPELLINGS, "two units"}
     found = find_disagreements(cases, grade(cases))
     assert [item for item in found if item["judgement"] is None] == []
 

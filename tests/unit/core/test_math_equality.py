@@ -198,6 +198,17 @@ EQUAL = [
     (r"\mathbb{R}", r"x \in (-\infty,\infty)"),
     ("7:30 p.m.", "7:30 pm"),
     (r"7:30 \text{ p.m.}", "7:30 PM"),
+    (r"5\text{ km/h}", r"5 \text{ kilometers per hour}"),
+    (r"5\,\mathrm{m/s^2}", r"5\,\mathrm{m}\,\mathrm{s}^{-2}"),
+    (r"5\text{ cm}^2", r"5\text{ square centimeters}"),
+    (r"5\text{ cm}^2", r"5\text{ cm squared}"),
+    (r"5\text{ mph}", r"5\text{ mi/h}"),
+    (r"75^\circ\text{C}", "75 degrees Celsius"),
+    ("75 °F", "75°"),
+    ("5 USD", r"\$5"),
+    ("5 dollars", "$5"),
+    ("5 €", r"5\text{ euros}"),
+    (r"(\$1, \$2)", "(1, 2)"),
 ]
 
 DIFFERENT = [
@@ -336,7 +347,39 @@ DIFFERENT = [
     (r"\frac{3}{2}", r"{2 \over 3}"),
     (r"\mathbb{R}", r"(0,\infty)"),
     ("5", "5C"),
+    (r"\text{4 even}", r"\text{4 odd}"),
+    (r"\text{10 red}", r"\text{10 blue}"),
+    (r"5\,\mathrm{m/s^2}", r"5\,\mathrm{m/s}"),
+    ("5 cm^2", "5 cm"),
+    ("5 km", "5 km/h"),
 ]
+
+
+UNITS = [
+    *("5 km", "5 km^2", "5 km/h", "5 mi/h", "5 km/s", "5 kg", r"5\text{ kg m/s}", "5 Hz", "5 kHz"),
+    *(r"5^\circ C", r"5^\circ F", "5 USD", "5 EUR", "£5", "5 cents", r"5\%", "5 min", "5 kelvin"),
+]
+"""The same number with units that all differ."""
+
+NO_UNITS = [
+    *(
+        "squared",
+        "cubed",
+        "factorial",
+        "fourths",
+        "thirds",
+        "pi",
+        "x",
+        "i",
+        "n",
+        "e",
+        "C",
+        "F",
+        "K",
+    ),
+    *("V", "x y", "cm x", "red", "even", "odd", "or so", "remainder", "plus 1", "mod 7"),
+]
+"""Words and letters after a number which may change its value."""
 
 
 def formulas_of_one_side() -> Iterator[tuple[str, str]]:
@@ -394,6 +437,20 @@ def test_another_spelling_of_the_reference_is_right(reference: str, answer: str)
 @pytest.mark.parametrize(("reference", "answer"), [*DIFFERENT, *formulas_of_one_side()])
 def test_another_value_is_wrong(reference: str, answer: str) -> None:
     assert not accepts(reference, answer)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_may_be_missing_but_not_another(unit: str) -> None:
+    assert [other for other in UNITS if accepts(unit, other)] == [unit]
+    assert accepts(unit, "5")
+    assert accepts("5", unit)
+
+
+@pytest.mark.parametrize("words", NO_UNITS)
+def test_a_text_with_a_number_and_words_that_are_no_units_is_no_number(words: str) -> None:
+    text = rf"\text{{5 {words}}}"
+    assert not accepts("5", text)
+    assert not accepts(text, "5")
 
 
 @pytest.mark.parametrize("text", HOSTILE)
