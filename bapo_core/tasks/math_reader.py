@@ -57,8 +57,8 @@ _INVERSES: dict[str, Callable[..., Any]] = {
 _MANY = {
     r"\max": sympy.Max,
     r"\min": sympy.Min,
-    r"\gcd": lambda *values: sympy.gcd_list(_integers(values)),
-    r"\lcm": lambda *values: sympy.lcm_list(_integers(values)),
+    r"\gcd": lambda *values: _of_integers(r"\gcd", sympy.gcd_list, values),
+    r"\lcm": lambda *values: _of_integers(r"\lcm", sympy.lcm_list, values),
 }
 _ACCENTS = frozenset(
     [
@@ -705,14 +705,14 @@ def _read_function(token: str, reader: _Reader) -> Any:
     return reader._function(token)
 
 
-def _integers(values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the values. Raises `Unreadable` for others than integers.
+def _of_integers(name: str, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """Returns the divisor or multiple of integers, and a symbol for other values in any order.
 
     Of symbols, SymPy gives the divisor of two polynomials, which is 1 for m and n.
     """
-    if not all(value.is_Integer for value in values):
-        raise Unreadable("the divisor or multiple of numbers that are not known")
-    return values
+    if all(value.is_Integer for value in values):
+        return function(values)
+    return Symbol(f"{name}({','.join(sorted({str(value) for value in values}))})")
 
 
 def _read_many(function: Callable[..., Any], reader: _Reader) -> Any:
