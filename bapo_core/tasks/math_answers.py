@@ -23,7 +23,12 @@ from bapo_core.tasks.latex import (
     matching,
     trim,
 )
-from bapo_core.tasks.math_reader import Unreadable, has_ambiguous_slash, read_expression
+from bapo_core.tasks.math_reader import (
+    Unreadable,
+    function_values,
+    has_ambiguous_slash,
+    read_expression,
+)
 from bapo_core.tasks.units import CURRENCIES, OTHER_UNITS, UNITS, Quantity, read_quantity
 
 
@@ -35,6 +40,8 @@ class Value:
     """SymPy expression, in which decimals are exact rational numbers."""
     loose: Any = None
     """The expression if `1/2x` means (1/2)x; None if both readings are the same."""
+    product: Any = None
+    """The expression if `x(2)` is a product; None without a single value of a function."""
     unit: str = ""
     unit_exponents: tuple[str, ...] = ()
     """The exponents that are written in the unit."""
@@ -393,6 +400,9 @@ def _read_value(tokens: Sequence[str], currency: str = "") -> Answer:
             loose = None
             if "/" in number and has_ambiguous_slash(number):
                 loose = read_expression(number, loose_slash=True)
+            product = None
+            if "(" in number and len(function_values(expression)) == 1:
+                product = read_expression(number, as_products=True)
         except Unreadable:
             continue
         except (ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
@@ -400,7 +410,8 @@ def _read_value(tokens: Sequence[str], currency: str = "") -> Answer:
         exponents = _exponents(tokens[len(number) :]) if unit else ()
         quantity = quantity or read_quantity(currency)
         places = _decimal_places(number)
-        return Value(expression, loose, unit or currency, exponents, quantity, places)
+        unit = unit or currency
+        return Value(expression, loose, product, unit, exponents, quantity, places)
     return Words(plain if any(map(str.isdigit, plain)) or "\\" in plain else plain.casefold())
 
 

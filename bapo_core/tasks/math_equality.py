@@ -27,6 +27,7 @@ from bapo_core.tasks.math_answers import (
     Value,
     Words,
 )
+from bapo_core.tasks.math_reader import function_values
 from bapo_core.tasks.units import may_be_equal
 
 DIGITS = 60
@@ -389,6 +390,8 @@ def _pairs(gold: Value, answer: Value) -> Iterator[tuple[Any, Any]]:
             for other in (second, answer.loose):
                 if one is not None and other is not None and (one, other) != (first, second):
                     yield one, other
+    if answer.product is not None and not function_values(first):
+        yield first, answer.product
     percent = [value.unit == "%" for value in (gold, answer)]
     if percent == [True, False]:
         yield first / 100, second

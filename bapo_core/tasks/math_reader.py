@@ -182,10 +182,13 @@ class Unreadable(ValueError):
     """Raised for tokens that are no expression, or an expression of several meanings."""
 
 
-def read_expression(tokens: Sequence[str], *, loose_slash: bool = False) -> Any:
+def read_expression(
+    tokens: Sequence[str], *, loose_slash: bool = False, as_products: bool = False
+) -> Any:
     """Returns the SymPy expression of all tokens. Raises `Unreadable`.
 
-    loose_slash: whether `1/2x` is (1/2)x instead of 1/(2x).
+    loose_slash: whether `1/2x` is (1/2)x instead of 1/(2x). as_products: whether `f(2)` is a
+    product instead of the value of a function; `f(0)` is never.
     """
     by_latex2sympy = not _BY_LATEX2SYMPY.isdisjoint(tokens)
     if (
@@ -196,7 +199,7 @@ def read_expression(tokens: Sequence[str], *, loose_slash: bool = False) -> Any:
         raise Unreadable("arithmetic with infinity has no value")
     if by_latex2sympy:
         return _read_by_latex2sympy(tokens)
-    reader = _Reader(tokens, loose_slash)
+    reader = _Reader(tokens, loose_slash, as_products)
     expression = reader.sum()
     reader.skip_blanks()
     if reader.position < len(tokens):
@@ -239,10 +242,11 @@ def _read_by_latex2sympy(tokens: Sequence[str]) -> Any:
 class _Reader:
     """Parses tokens by recursive descent; each method reads one rule of the grammar."""
 
-    def __init__(self, tokens: Sequence[str], loose_slash: bool) -> None:
+    def __init__(self, tokens: Sequence[str], loose_slash: bool, as_products: bool = False) -> None:
         self.tokens = tokens
         self.position = 0
         self.loose_slash = loose_slash
+        self.as_products = as_products
         self.ambiguous_slash = False
         self.in_absolute = False
 
@@ -290,7 +294,10 @@ class _Reader:
         token = self.peek()
         if token in (r"\frac", r"\sqrt", r"\binom"):
             return self.factor_base()
-        return read_expression(self.argument(), loose_slash=self.loose_slash)
+        return self._read(self.argument())
+
+    def _read(self, tokens: Sequence[str]) -> Any:
+        return read_expression(tokens, loose_slash=self.loose_slash, as_products=self.as_products)
 
     # ---- grammar --------------------------------------------------------------------------------
 
@@ -497,7 +504,7 @@ class _Reader:
         return read(self)
 
     def _group(self) -> Any:
-        return read_expression(self.argument(), loose_slash=self.loose_slash)
+        return self._read(self.argument())
 
     def _binomial(self) -> Any:
         return binomial(self.read_argument(), self.read_argument())
@@ -649,7 +656,7 @@ class _Reader:
         if not content:
             raise Unreadable("an accent without a letter")
         if token in _FONTS and (len(content) > 1 or content.isdigit()):
-            return read_expression(argument, loose_slash=self.loose_slash)
+            return self._read(argument)
         # Bold print does not make another letter, but \\mathbf{i} is a vector, not a number.
         plain = token in _FONTS and content not in ("e", "i")
         return self._scripted(None, content if plain else f"{token}{{{content}}}")
@@ -677,28 +684,36 @@ class _Reader:
     def _applied(self, operand: Any, name: str, zero_only: bool = False) -> Any:
         """Returns the symbol `f(0)` where a number alone in brackets follows `f`; else `operand`.
 
-        People do not write the product of f and 2 so, and a product would make f(0) = 0 of every f.
-        After e, i and pi it is a product, as in 3\\pi(2), unless the number is 0.
+        A product would make f(0) = 0 of every f. After e, i and pi it is a product, as in
+        3\\pi(2), unless the number is 0.
         """
         begin = self.position
         self.skip_blanks()
-        closing = _CLOSING.get(self.peek())
         inner = self.position + 1
         end = next(
             (n for n in range(inner, len(self.tokens)) if self.tokens[n] not in _IN_NUMERAL), inner
         )
         content = trim(self.tokens[inner:end])
-        is_number = closing is not None and list(self.tokens[end : end + 1]) == [closing]
+        is_number = self.peek() == "(" and list(self.tokens[end : end + 1]) == [")"]
         is_sum = any(
             token in ("+", "-") and content[n - 1 : n] not in ([], ["{"])
             for n, token in enumerate(content)
         )
         argument = read_expression(content) if is_number and not is_sum else None
-        if argument is None or (zero_only and argument != 0):
+        if argument is None or ((zero_only or self.as_products) and argument != 0):
             self.position = begin
             return operand
         self.position = end + 1
         return Symbol(f"{name}({argument})")
+
+
+def function_values(expression: Any) -> list[Any]:
+    """Returns the symbols of an expression that stand for values of functions, such as f(0)."""
+    return [
+        symbol
+        for symbol in expression.free_symbols
+        if symbol.name.endswith(")") and not symbol.name.startswith((r"\gcd(", r"\lcm("))
+    ]
 
 
 def _read_function(token: str, reader: _Reader) -> Any:
