@@ -76,6 +76,8 @@ def _is_choice(gold: Answer, answer: Answer) -> bool:
     if not isinstance(gold, Value) or not isinstance(answer, Value):
         return False
     one, other = gold.expression, answer.expression
+    if other is sympy.E:
+        other = Symbol("e")  # It is read as Euler's number.
     if not one.is_Symbol or not other.is_Symbol or answer.unit:
         return False
     return one.name in _CHOICES and other.name == one.name.lower()

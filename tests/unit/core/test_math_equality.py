@@ -195,6 +195,7 @@ EQUAL = [
     (r"x+\cosh^2 x-\sinh^2 x", "x+1"),
     (r"\frac{(n+1)!}{n!}", "n+1"),
     ("(x+i)(x-i)", "x^2+1"),
+    *((f"({letter})", letter.lower()) for letter in "ABCDE"),
     ("C", "c"),
     (r"\text{(B)}", "(b)"),
     ("f(x) = 2x", "g(x) = 2x"),
