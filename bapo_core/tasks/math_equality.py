@@ -44,6 +44,9 @@ _TRIES = 36
 _TRIES_IN_PIECES = 96
 """Points for |x|, a floor, a root, ..., whose pieces may agree in one place and differ in another.
 """
+_MAX_EVALUATIONS = 20_000
+"""Parts of expressions in pieces that are evaluated, at all points together; at `_TRIES` points,
+there may be more."""
 _NEAR = (Fraction(10),)
 _SCALES = (*(Fraction(10) ** n for n in range(-2, 5)), Fraction(10), Fraction(10))
 """Magnitudes of coordinates, besides those of the numbers in the expressions."""
@@ -55,6 +58,8 @@ _MAX_OPS = 60
 """Operations of two expressions that SymPy may be asked to simplify."""
 _LARGEST_EXPONENT = 10**7
 _LARGEST_TERM = 10**100
+_DIGITS_OF_ANGLE = 45
+"""Decimal digits that an angle has after its point: those of the tolerance, and some more."""
 _CONTEXT = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
 _CONTEXT.dps = DIGITS
 
@@ -519,8 +524,10 @@ def _samples(
     signs of the coordinates: \\sqrt{a}\\sqrt{b} is \\sqrt{ab} there. If there are too few of these,
     positive points follow at which they do. Expressions without pieces get `needed` points.
     """
-    in_pieces = any(map(_has_pieces, expressions))
-    tries, needed = (_TRIES_IN_PIECES,) * 2 if in_pieces else (_TRIES, needed)
+    tries = _TRIES
+    if any(map(_has_pieces, expressions)):
+        parts = sum(1 for e in expressions for _ in sympy.preorder_traversal(e))
+        tries = needed = max(_TRIES, min(_TRIES_IN_PIECES, _MAX_EVALUATIONS // parts))
     complex_values: list[tuple[Any, ...]] = []
     found = 0
     for point, digits in _points(expressions, symbols, tries):
@@ -643,10 +650,31 @@ def _binomial(top: Any, bottom: Any) -> Any:
     return _CONTEXT.binomial(top, bottom)
 
 
-def _factorial(value: Any) -> Any:
-    if abs(value) > _LARGEST_EXPONENT:
-        raise NoValue("the factorial is too large")
-    return _CONTEXT.factorial(value)
+def _of_exponent(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that grows like an exponential one, without values too large."""
+
+    def bounded(value: Any) -> Any:
+        if abs(value) > _LARGEST_EXPONENT:
+            raise NoValue("the value is too large")
+        return function(value)
+
+    return bounded
+
+
+def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a trigonometric function, without a value of angles too large for any digit of it.
+
+    For the sine of e^(10^7), mpmath computes 14 million digits of pi, which takes seconds.
+    """
+
+    def bounded(angle: Any) -> Any:
+        if abs(angle) > _CONTEXT.mpf(10) ** (_CONTEXT.dps - _DIGITS_OF_ANGLE):
+            raise NoValue("too few digits of the angle are known")
+        if abs(_CONTEXT.im(angle)) > _LARGEST_EXPONENT:
+            raise NoValue("the value is too large")
+        return function(angle)
+
+    return bounded
 
 
 def _floor(value: Any) -> Any:
@@ -663,29 +691,29 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.Pow: _raise_to,
     sympy.exp: lambda x: _raise_to(_CONTEXT.e, x),
     sympy.log: _CONTEXT.log,
-    sympy.sin: _CONTEXT.sin,
-    sympy.cos: _CONTEXT.cos,
-    sympy.tan: _CONTEXT.tan,
-    sympy.cot: _CONTEXT.cot,
-    sympy.sec: _CONTEXT.sec,
-    sympy.csc: _CONTEXT.csc,
+    sympy.sin: _of_angle(_CONTEXT.sin),
+    sympy.cos: _of_angle(_CONTEXT.cos),
+    sympy.tan: _of_angle(_CONTEXT.tan),
+    sympy.cot: _of_angle(_CONTEXT.cot),
+    sympy.sec: _of_angle(_CONTEXT.sec),
+    sympy.csc: _of_angle(_CONTEXT.csc),
     sympy.asin: _CONTEXT.asin,
     sympy.acos: _CONTEXT.acos,
     sympy.atan: _CONTEXT.atan,
     sympy.acot: _CONTEXT.acot,
     sympy.asec: _CONTEXT.asec,
     sympy.acsc: _CONTEXT.acsc,
-    sympy.sinh: _CONTEXT.sinh,
-    sympy.cosh: _CONTEXT.cosh,
-    sympy.tanh: _CONTEXT.tanh,
-    sympy.coth: _CONTEXT.coth,
+    sympy.sinh: _of_exponent(_CONTEXT.sinh),
+    sympy.cosh: _of_exponent(_CONTEXT.cosh),
+    sympy.tanh: _of_exponent(_CONTEXT.tanh),
+    sympy.coth: _of_exponent(_CONTEXT.coth),
     sympy.asinh: _CONTEXT.asinh,
     sympy.acosh: _CONTEXT.acosh,
     sympy.atanh: _CONTEXT.atanh,
     sympy.Abs: abs,
     sympy.floor: _floor,
     sympy.ceiling: lambda x: -_floor(-x),
-    sympy.factorial: _factorial,
+    sympy.factorial: _of_exponent(_CONTEXT.factorial),
     sympy.binomial: _binomial,
     sympy.Max: lambda *values: max(map(_real, values)),
     sympy.Min: lambda *values: min(map(_real, values)),
@@ -694,7 +722,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     sympy.im: _CONTEXT.im,
     sympy.arg: _CONTEXT.arg,
     sympy.conjugate: _CONTEXT.conj,
-    sympy.gamma: _CONTEXT.gamma,
+    sympy.gamma: _of_exponent(_CONTEXT.gamma),
 }
 
 

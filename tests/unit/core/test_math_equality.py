@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
+import mpmath  # type: ignore[import-untyped]
 import pytest
+import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_core.tasks import MathTask
+from bapo_core.tasks import MathTask, math_equality
 from bapo_core.tasks.latex import normalise_tokens, split_tokens
 from bapo_core.tasks.math_answers import read_answer
 
@@ -480,6 +483,34 @@ def test_hostile_text_equals_no_reference_in_either_direction(text: str) -> None
     for reference in ("42", "x^2+1", "(0,1]", r"\{1,2\}", "y=2x", "x>3", r"\frac13"):
         assert not accepts(reference, text)
         assert not accepts(text, reference)
+
+
+TOWERS = [
+    *(rf"\{name}(x^{{x^x}})" for name in ("sin", "cos", "tan", "cosh", "tanh", "Gamma", "exp")),
+    *(r"\cos(n^{n^n})", r"\sin(e^{x^x})", r"\cos(ix^{x^x})", "(x^{x^x})!", "i^{x^{x^x}}"),
+    r"|x|+\sum_{i=1}^{35}\cos((x+i)^{x^4})",
+]
+
+
+@pytest.mark.parametrize("text", TOWERS)
+def test_large_values_take_few_and_short_operations(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of mpmath grows with the bits of a value before and behind its point."""
+    bits: list[float] = []
+    functions = math_equality._FUNCTIONS
+    for kind in (sympy.sin, sympy.cos, sympy.tan, sympy.cosh, sympy.tanh, sympy.gamma):
+
+        def count(value: Any, function: Any = functions[kind]) -> Any:
+            result = function(value)
+            bits.append(float(mpmath.log(1 + abs(value), 2)))
+            return result
+
+        monkeypatch.setitem(functions, kind, count)
+    for reference in ("x^2", "2^n", f"{text}+(x+1)^2-x^2-2x-1"):
+        accepts(reference, text)
+    assert max(bits, default=0) < 1_000
+    assert len(bits) < math_equality._MAX_EVALUATIONS
 
 
 def test_the_order_of_a_list_matters_where_the_answer_key_says_so() -> None:
