@@ -50,7 +50,7 @@ there may be more."""
 _NEAR = (Fraction(10),)
 _SCALES = (*(Fraction(10) ** n for n in range(-2, 5)), Fraction(10), Fraction(10))
 """Magnitudes of coordinates, besides those of the numbers in the expressions."""
-_LARGEST_SCALE = 10**6
+_LARGEST_SCALE = 10**30
 _LARGEST_SCALE_OF_POWERS = 100
 _FAR_DIGITS = 260
 """Decimal digits away from 1, where large terms cancel."""

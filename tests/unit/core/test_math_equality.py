@@ -410,7 +410,7 @@ NO_UNITS = [
 def formulas_of_one_side() -> Iterator[tuple[str, str]]:
     """Yields functions with a corner or a step at a random number, and the formula of one side."""
     rng = random.Random(49)
-    for digits in (1, 2, 3, 4, 5):
+    for digits in (1, 2, 3, 4, 5, 7, 12, 25):
         a = rng.randint(10 ** (digits - 1), 10**digits)
         yield f"|x-{a}|", f"{a}-x"
         yield f"|x-{a}|", f"x-{a}"
