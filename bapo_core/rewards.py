@@ -6,6 +6,7 @@ matter: the accuracy k/G of a group counts correct responses (`task.solved_at`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -55,6 +56,7 @@ def total_reward(parts: Mapping[str, float], settings: RewardConfig) -> float:
     R = wrong + (correct - wrong) answer + sum_p weight_p part_p + overlong_weight overlong
 
     It is at most `MAX_REWARD` away from 0, whatever the weights, because it is stored as float32.
+    It is 0 where the weighed parts are infinite and cancel.
     """
     reward = reward_without_length(parts, settings)
     return _bound(reward + settings.overlong_weight * parts.get(OVERLONG, 0.0))
@@ -72,6 +74,8 @@ def reward_without_length(parts: Mapping[str, float], settings: RewardConfig) ->
 
 
 def _bound(reward: float) -> float:
+    if math.isnan(reward):  # Parts beyond the largest float of both signs have no sum.
+        return 0.0
     return max(-MAX_REWARD, min(MAX_REWARD, reward))
 
 

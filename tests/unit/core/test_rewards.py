@@ -172,3 +172,10 @@ def test_a_weighed_sum_of_rewards_stays_within_float32(sizes: list[float]) -> No
         parts = {"answer": answer, "format": form, "length": length}
         for reward in (total_reward(parts, settings), reward_without_length(parts, settings)):
             assert np.isfinite(np.float32(reward))
+
+
+def test_infinite_parts_of_both_signs_are_not_the_best_reward() -> None:
+    settings = RewardConfig(weights={"format": 1e300, "length": -1e300})
+    parts = {"answer": 1.0, "format": 1e38, "length": 1e38}
+    assert total_reward(parts, settings) == 0.0
+    assert reward_without_length(parts, settings) == 0.0
