@@ -60,6 +60,8 @@ _WORD = re.compile(
 )
 """A word or a label such as `A: `, rather than a product such as `2xy` or the points `ABC`."""
 _NUMBER = re.compile(r"[0-9][0-9.,]*")
+_EXPONENT = re.compile(r"(?:\\(?:times|cdot)\s*10\s*)?\^\s*(?:\{\s*[-+]?[0-9]+\s*\}|[-+]?[0-9]+)")
+"""An exponent, or a power of ten behind a number: they are no numbers of their own."""
 _MATHEMATICAL_WORDS = frozenset(
     re.findall(
         "[a-z]+",
@@ -302,7 +304,7 @@ def _has_numbers_among_words(text: str, reading: Any) -> bool:
     """
     from bapo_core.tasks.math_answers import units_of
 
-    plain = _COMMANDS.sub(" ", text)
+    plain = _COMMANDS.sub(" ", _EXPONENT.sub("^", text))
     if len(_NUMBER.findall(plain)) < 2:
         return False
     known = {word.casefold() for unit in units_of(reading) for word in unit.split()}
