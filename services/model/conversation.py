@@ -121,20 +121,32 @@ _DIRECTIVES = (
     *(f"-{key}" for key in "deHIjklmMSuUVwWy"),
 )
 """Letters after % in the format of a date."""
+_OTHER_DIRECTIVE = (
+    " has a directive other than % and a letter, or %- and a letter; write the format in the "
+    "template in another way, such as %d %B %Y"
+)
 
 
 def _dated_template(template: str, day: date) -> str:
     """Returns a chat template in which the function `strftime_now` gives `day` instead of today.
 
     transformers gives templates no functions but its own, so a macro of this name hides its
-    function. The line break, which Jinja removes, keeps the template's first line a line.
+    function. The line break, which Jinja removes, keeps the template's first line a line. A
+    directive that it does not know, such as `%5Y`, raises instead of standing in the prompt.
     """
     if "strftime_now" not in template:
         return template
     texts = {f"%{key}": day.strftime(f"%{key}") for key in _DIRECTIVES}
     replaced = "".join(f".replace({key!r}, {text!r})" for key, text in texts.items())
-    macro = f"format.replace('%%', '\\0'){replaced}.replace('\\0', '%')"
-    return f"{{%- macro strftime_now(format) -%}}{{{{- {macro} -}}}}{{%- endmacro %}}\n{template}"
+    return (
+        "{%- macro strftime_now(format) -%}"
+        f"{{%- set text = format.replace('%%', '\\0'){replaced} -%}}"
+        "{%- if '%' in text -%}"
+        f"{{{{- raise_exception('the date format ' ~ format ~ {_OTHER_DIRECTIVE!r}) -}}}}"
+        "{%- endif -%}"
+        "{{- text.replace('\\0', '%') -}}"
+        f"{{%- endmacro %}}\n{template}"
+    )
 
 
 def decode_response(

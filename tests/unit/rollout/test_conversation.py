@@ -78,6 +78,22 @@ def test_the_given_day_is_printed_however_the_template_asks_for_it(date_of_today
     assert tokenizer.decode(tokenize_conversation(tokenizer, [message], None, day)) == "0201+3+4"
 
 
+@pytest.mark.parametrize("directive", ["%5Y", "%^a", "%_d", "%Ey", "%Od", "%é", "%"])
+def test_a_date_format_that_is_not_known_is_refused(directive: str) -> None:
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = f"{{{{ strftime_now('%d {directive}') }}}}"
+    with pytest.raises(BapoError, match=r"the date format %d .* such as %d %B %Y"):
+        tokenize_conversation(tokenizer, [{"role": "user", "content": "3+4"}])
+
+
+def test_a_percent_sign_in_a_date_format_is_printed() -> None:
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%%d=%-d') }}"
+    message = {"role": "user", "content": "3+4"}
+    token_ids = tokenize_conversation(tokenizer, [message], None, date(2025, 1, 2))
+    assert tokenizer.decode(token_ids) == "%d=2"
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_without_a_given_day_the_date_is_fixed(named: bool) -> None:
     """A tokenizer may have several templates by name, of which `default` renders conversations."""
