@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from bapo_core.tasks.units import CURRENCIES, is_unit
 
@@ -322,26 +323,49 @@ def _spelled(tokens: Sequence[str]) -> Iterator[str]:
 
 
 def _infixed(tokens: list[str]) -> list[str]:
-    """Writes `{a \\over b}` as `\\frac{a}{b}`, and `{n \\choose k}` as `\\binom{n}{k}`."""
+    """Writes `{a \\over b}` as `\\frac{a}{b}`, and `{n \\choose k}` as `\\binom{n}{k}`.
+
+    The operands end where a group, a bracket or a cell of a matrix does.
+    """
     while True:
         position = next((n for n, token in enumerate(tokens) if token in _INFIX), None)
         if position is None:
             return tokens
-        depth, start = 0, position
-        while start and depth >= 0:
-            start -= 1
-            depth += (tokens[start] == "}") - (tokens[start] == "{")
-        begin = start + 1 if depth < 0 else 0
-        end = (matching(tokens, start) if depth < 0 else None) or len(tokens)
+        begin = position - sum(1 for _ in _operand(tokens[:position][::-1], CLOSING, OPENING))
+        end = position + 1 + sum(1 for _ in _operand(tokens[position + 1 :], OPENING, CLOSING))
+        if tokens[max(0, begin - 1) : begin] == [r"\begin"]:
+            begin += _header_length(tokens[begin:position])
         operands = tokens[begin:position], tokens[position + 1 : end]
         command = _INFIX[tokens[position]]
-        if depth < 0 and "".join(tokens[:start]).rstrip()[-1:].isdigit():
-            begin, end = start, end + 1  # 1{1 \\over 2} is the mixed number 1\\frac{1}{2}.
+        in_group = tokens[max(0, begin - 1) : begin] == ["{"]
+        if in_group and "".join(tokens[: begin - 1]).rstrip()[-1:].isdigit():
+            begin, end = begin - 1, end + 1  # 1{1 \\over 2} is the mixed number 1\\frac{1}{2}.
         tokens = [
             *tokens[:begin],
             *(command, "{", *operands[0], "}", "{", *operands[1], "}"),
             *tokens[end:],
         ]
+
+
+def _operand(
+    tokens: Sequence[str], opening: AbstractSet[str], closing: AbstractSet[str]
+) -> Iterator[str]:
+    """Yields the tokens up to the end of a group, a bracket or a cell that began before them."""
+    depth = 0
+    for token in tokens:
+        depth += (token in opening) - (token in closing)
+        if depth < 0 or (depth == 0 and token in ("&", r"\\")):
+            return
+        yield token
+
+
+def _header_length(tokens: Sequence[str]) -> int:
+    """Returns how many tokens the name of an environment has, with the columns of an array."""
+    length = 0
+    for _ in range(2 if list(tokens[:7]) == list("{array}") else 1):
+        end = matching(tokens, length) if list(tokens[length : length + 1]) == ["{"] else None
+        length = length if end is None else end + 1
+    return length
 
 
 def _radicand(tokens: Sequence[str], position: int) -> tuple[Sequence[str], int]:
