@@ -49,7 +49,7 @@ _MAX_EVALUATIONS = 20_000
 there may be more."""
 _NEAR = (Fraction(10),)
 _SCALES = (*(Fraction(10) ** n for n in range(-2, 5)), Fraction(10), Fraction(10))
-"""Magnitudes of coordinates, besides those of the numbers in the expressions."""
+"""Magnitudes of coordinates, besides the numbers in the expressions."""
 _LARGEST_SCALE = 10**30
 _LARGEST_SCALE_OF_POWERS = 100
 _FAR_DIGITS = 260
@@ -59,7 +59,7 @@ _MAX_OPS = 60
 _LARGEST_EXPONENT = 10**7
 _LARGEST_TERM = 10**100
 _DIGITS_OF_ANGLE = 45
-"""Decimal digits that an angle has after its point: those of the tolerance, and some more."""
+"""Decimal digits that an angle needs after its point: some more than the tolerance has."""
 _CONTEXT = mpmath.mp.clone() if hasattr(mpmath.mp, "clone") else mpmath.MPContext()
 _CONTEXT.dps = DIGITS
 

@@ -3,7 +3,7 @@
 The collectives run on the CPU by gloo. All ranks must make the same calls in the same order.
 
 What ranks exchange are tensors, numbers, texts, and dicts, lists and tuples of them: the object
-collectives of `torch.distributed` would load a pickle of whoever speaks in place of a rank. PyTorch
+collectives of `torch.distributed` would load a pickle of any process that poses as a rank. PyTorch
 uses them itself when it saves a checkpoint; `services.trainer.save_plans` limits what they load.
 """
 

@@ -1,4 +1,4 @@
-"""Keeps the ranks of a trainer from running code of whoever speaks in place of one of them.
+"""Keeps a process that poses as a rank of a trainer from running code in the other ranks.
 
 `torch.distributed.checkpoint.save` gathers the plans of the ranks and what they wrote by the object
 collectives of `torch.distributed`, which load pickles of the other ranks. `set_model_state_dict`
