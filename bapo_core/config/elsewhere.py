@@ -27,6 +27,11 @@ class Elsewhere:
         """All names in other systems."""
         return (*self.trl, *self.verl, *self.prime_rl)
 
+    @property
+    def answer(self) -> str:
+        """What a message says of a name."""
+        return f"here it is {self.key}"
+
 
 ELSEWHERE = (
     Elsewhere(
@@ -302,8 +307,13 @@ ELSEWHERE = (
 )
 
 
-def find_elsewhere(key: str) -> str:
-    """Returns what a key of another system is called here, or an empty text.
+def is_elsewhere(key: str) -> bool:
+    """Whether a dotted name as a whole is a key of another system."""
+    return any(key in entry.names for entry in ELSEWHERE)
+
+
+def answer_elsewhere(key: str) -> str:
+    """Returns what a key of another system is called here, as a clause, or an empty text.
 
     key: its dotted name, of which the last part suffices.
     """
@@ -311,8 +321,8 @@ def find_elsewhere(key: str) -> str:
     for same in (key, last):
         for entry in ELSEWHERE:
             if same in entry.names:
-                return entry.key
+                return entry.answer
     for entry in ELSEWHERE:
         if last in {name.rpartition(".")[2] for name in entry.names}:
-            return entry.key
+            return entry.answer
     return ""

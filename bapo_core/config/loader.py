@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from pydantic import ValidationError
 
 from bapo_core.config.base import Section, flatten, kinds_of, model_at
-from bapo_core.config.messages import explain_validation_error
+from bapo_core.config.messages import explain_section, explain_validation_error
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.run import RunConfig
 from bapo_core.errors import ConfigError
@@ -113,7 +113,7 @@ def _lay_for(algorithm: str, layers: Sequence[Mapping[str, Any]]) -> list[dict[s
     named, result = "bapo", list[dict[str, Any]]()
     for number, layer in enumerate(layers):
         named = layer.get("algorithm", named)
-        if named == algorithm or not isinstance(named, str) or named not in PRESETS:
+        if named == algorithm or not _is_preset(named):
             result.append(dict(layer))
             continue
         before = _lay(PRESETS[named], *layers[:number])
@@ -260,6 +260,7 @@ def override_config(
     changes: dict[str, Any] = {}
     for override in overrides:
         changes = merge(changes, override)
+    _refuse_section_of_algorithm([values, changes], where, flatten(changes).keys())
     algorithm = changes.get("algorithm")
     kept = _kept_from_another_algorithm(values, changes)
     if kept:
@@ -276,7 +277,7 @@ def _kept_from_another_algorithm(
 ) -> dict[str, Any]:
     """Returns the values of the file, by dotted key, that contradict the overrides' algorithm."""
     named, before = overrides.get("algorithm"), values.get("algorithm", "bapo")
-    if named is None or named == before or named not in PRESETS or before not in PRESETS:
+    if named == before or not (_is_preset(named) and _is_preset(before)):
         return {}
     complete = flatten(RunConfig.model_validate(_lay(PRESETS[named])).model_dump(mode="json"))
     (held,) = _lay_for(named, [values])
@@ -286,6 +287,21 @@ def _kept_from_another_algorithm(
         for key in sorted(_preset_keys(named) | _preset_keys(before))
         if key in given and key not in again and given[key] != complete.get(key)
     }
+
+
+def _is_preset(name: Any) -> TypeGuard[str]:
+    return isinstance(name, str) and name in PRESETS
+
+
+def _refuse_section_of_algorithm(
+    layers: Sequence[Mapping[str, Any]], where: str, overrides: Collection[str]
+) -> None:
+    """Raises `ConfigError` if a layer has a section `algorithm`, as files of verl have."""
+    for layer in layers:
+        section = layer.get("algorithm")
+        if isinstance(section, Mapping) and section:
+            explanation = explain_section("algorithm", section, overrides=overrides)
+            raise ConfigError(f"{where}: {explanation}")
 
 
 def _preset_keys(algorithm: str) -> set[str]:
@@ -305,6 +321,7 @@ def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfi
 
     Raises `ConfigError`, with `where` as the origin of the values.
     """
+    _refuse_section_of_algorithm([values], where, ())
     return _build([values], where=where)
 
 
@@ -317,13 +334,12 @@ def _build(
     """
     named = [layer["algorithm"] for layer in layers if "algorithm" in layer]
     algorithm = named[-1] if named else "bapo"
-    preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
-    if preset is None:
+    if not _is_preset(algorithm):
         raise ConfigError(
             f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
             f"{did_you_mean(str(algorithm), PRESETS)}"
         )
-    values = _lay(preset, *_lay_for(algorithm, layers))
+    values = _lay(PRESETS[algorithm], *_lay_for(algorithm, layers))
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

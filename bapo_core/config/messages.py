@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bapo_core.config.base import Kinds, flatten, kinds_of, model_at
-from bapo_core.config.elsewhere import find_elsewhere
+from bapo_core.config.elsewhere import answer_elsewhere, is_elsewhere
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.run import RunConfig
 from bapo_core.spelling import did_you_mean
@@ -62,17 +62,56 @@ def explain_validation_error(
     return "; ".join(_explain(problem, values, overrides) for problem in error.errors())
 
 
+def explain_section(
+    key: str, section: Mapping[str, Any], *, overrides: Collection[str] = ()
+) -> str:
+    """Returns an error for each key of a section in a place that has a value here, and no keys.
+
+    key: dotted key of the place. overrides: as in `explain_validation_error`.
+    """
+    return "; ".join(
+        f"{_name(name, overrides)}: no such key; "
+        + (_refer_to_page(name) or f"{key} has a value and no keys, so write {key}=VALUE")
+        for name in flatten(section, f"{key}.")
+    )
+
+
 def _explain(problem: ErrorDetails, values: Mapping[str, Any], overrides: Collection[str]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if any(f"{key}.".startswith(f"{override}.") for override in overrides):
-        key = f"override {key}"
+    location, value = problem["loc"], problem["input"]
+    key = ".".join(str(part) for part in location)
+    name = _name(key, overrides)
+    inner = flatten(value, f"{key}.") if isinstance(value, Mapping) else {}
+    known = [other for other in inner if answer_elsewhere(other)]
     if problem["type"] == "extra_forbidden":
-        return f"{key}: no such key{_suggest(problem['loc'], values)}"
+        if known and not is_elsewhere(key) and key not in RENAMED:
+            return "; ".join(
+                f"{_name(other, overrides)}: no such key; {_refer_to_page(other)}"
+                for other in known
+            )
+        return f"{name}: no such key{_suggest(location, values)}"
     if problem["type"] == "value_error":
         message = str(problem["ctx"]["error"])
-        return f"{key}: {message}" if key else message
+        return f"{name}: {message}" if key else message
+    if known and problem["type"].endswith("_type"):
+        return explain_section(key, value, overrides=overrides)
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{key}: {message} (got {problem['input']!r})"
+    hint = (
+        f"; {_refer_to_page(key)}" if problem["type"] == "model_type" and is_elsewhere(key) else ""
+    )
+    return f"{name}: {message} (got {value!r}){hint}"
+
+
+def _name(key: str, overrides: Collection[str]) -> str:
+    """Returns a dotted key as errors name it."""
+    if any(f"{key}.".startswith(f"{override}.") for override in overrides):
+        return f"override {key}"
+    return key
+
+
+def _refer_to_page(key: str) -> str:
+    """Returns what a key of another system is called here, and where that stands, if it is one."""
+    answer = answer_elsewhere(key)
+    return f"{answer} (docs/coming-from.md)" if answer else ""
 
 
 def _suggest(location: tuple[int | str, ...], values: Any) -> str:
@@ -80,7 +119,6 @@ def _suggest(location: tuple[int | str, ...], values: Any) -> str:
     renamed = RENAMED.get(".".join(map(str, location)))
     if renamed is not None:
         return f"; it was renamed to {renamed}"
-    here = _name_here(location, values)
     model: type[BaseModel] = RunConfig
     kinds: Kinds | None = None
     by_name = False  # whether the next part of the location is the name of a section, and no key
@@ -103,8 +141,9 @@ def _suggest(location: tuple[int | str, ...], values: Any) -> str:
         others = kinds.kinds_with(key)
         if others:
             return f" with {selector}={kind}; it belongs to {selector}={' or '.join(others)}"
+    here = _refer_to_page(".".join(map(str, location)))
     if here:
-        return f"; {here} (docs/coming-from.md)"
+        return f"; {here}"
     meant = did_you_mean(key, model.model_fields, prefix=prefix)
     if meant:
         return meant
@@ -115,18 +154,6 @@ def _suggest(location: tuple[int | str, ...], values: Any) -> str:
     return (
         f" with {selector}={kind}, whose keys are {keys}" if selector else f"; known keys: {keys}"
     )
-
-
-def _name_here(location: tuple[int | str, ...], values: Any) -> str:
-    """Returns what a key of another system, or the keys in its section, are called here."""
-    key = ".".join(map(str, location))
-    if found := find_elsewhere(key):
-        return f"here it is {found}"
-    for part in location:
-        values = values.get(part) if isinstance(values, Mapping) else None
-    inner = flatten(values, f"{key}.") if isinstance(values, Mapping) else {}
-    known = {name: here for name in inner if (here := find_elsewhere(name))}
-    return ", ".join(f"{name} is {here} here" for name, here in known.items())
 
 
 def find_keys(last: str) -> list[str]:

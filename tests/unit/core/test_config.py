@@ -85,7 +85,7 @@ def split(overrides: str) -> list[str]:
         ("learning_rate=1e-5", "no such key; here it is optimizer.learning_rate"),
         ("loss.objective.epsilon=0.1", "here it is loss.objective.clip_low"),
         ("max_steps=3", "here it is steps"),
-        ("data.train_batch_size=3", "data.train_batch_size is rollout.prompts_per_step here"),
+        ("data.train_batch_size=3", "data.train_batch_size: no such key; here it is rollout.prom"),
         # A key of one section, without its section.
         ("microbatch_tokens=512", "no such key; did you mean optimizer.microbatch_tokens?"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from pathlib import Path
 
-from bapo_core.config import PRESETS, RunConfig
+import pytest
+import yaml
+
+from bapo_core.config import PRESETS, RunConfig, load_config
 from bapo_core.config.base import kinds_of
-from bapo_core.config.elsewhere import ELSEWHERE, find_elsewhere
+from bapo_core.config.changes import ConfigHistory
+from bapo_core.config.elsewhere import ELSEWHERE
+from bapo_core.config.loader import nest
+from bapo_core.errors import ConfigError
 from bapo_core.spelling import did_you_mean
 
 
@@ -33,11 +40,51 @@ def test_no_name_has_two_meanings_within_a_system() -> None:
         assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: entry.key)
-def test_the_whole_name_leads_to_its_key(entry: object) -> None:
-    for name in entry.names:  # type: ignore[attr-defined]
-        found = find_elsewhere(name)
-        assert name in next(other for other in ELSEWHERE if other.key == found).names
+NAMES = [(name, entry.answer) for entry in ELSEWHERE for name in entry.names]
+
+
+@pytest.mark.parametrize(("name", "answer"), NAMES)
+@pytest.mark.parametrize("value", ["grpo", "1"])
+def test_a_name_on_the_command_line_is_answered(name: str, answer: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(answer)} \(docs/coming-from.md\)"):
+        load_config(None, ["steps=3", f"{name}={value}"])
+
+
+@pytest.mark.parametrize(("name", "answer"), NAMES)
+@pytest.mark.parametrize("overrides", [[], ["algorithm=grpo"]])
+def test_a_name_in_a_file_is_answered(
+    name: str, answer: str, overrides: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(nest(name, 1)))
+    with pytest.raises(ConfigError, match=rf"{re.escape(answer)} \(docs/coming-from.md\)"):
+        load_config(file, overrides)
+
+
+def test_each_key_of_a_section_of_another_system_is_answered() -> None:
+    keys = ["algorithm.gamma=1.0", "algorithm.kl_ctrl.kl_coef=0", "algorithm.horizon=3"]
+    with pytest.raises(ConfigError) as error:
+        load_config(None, keys)
+    assert str(error.value) == (
+        "config: override algorithm.gamma: no such key; here it is advantage.gamma "
+        "(docs/coming-from.md); override algorithm.kl_ctrl.kl_coef: no such key; here it is "
+        "kl.coefficient (docs/coming-from.md); override algorithm.horizon: no such key; algorithm "
+        "has a value and no keys, so write algorithm=VALUE"
+    )
+
+
+def test_a_section_in_place_of_the_algorithm_is_answered_when_a_run_goes_on() -> None:
+    history = ConfigHistory(RunConfig())
+    with pytest.raises(ConfigError, match=r"override algorithm.lam: .* here it is advantage.lam"):
+        history.plan_change({"algorithm.lam": 0.9}, 1)
+
+
+def test_a_list_in_place_of_the_algorithm_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: [grpo]")
+    with pytest.raises(ConfigError, match=r"algorithm: .'grpo'. is not one of areal_async"):
+        load_config(file)
+    assert load_config(file, ["algorithm=grpo"]).algorithm == "grpo"
 
 
 def test_letters_in_another_order_are_the_likeliest_slip() -> None:
