@@ -7,7 +7,8 @@ meant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,24 @@ class Elsewhere:
     prime_rl: tuple[str, ...] = ()
     note: str = ""
     """How the meaning differs."""
+    units: Mapping[str, str] = field(default_factory=dict)
+    """Name in another system -> the unit of the value here, where it is another one."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names in other systems."""
         return (*self.trl, *self.verl, *self.prime_rl)
 
-    @property
-    def answer(self) -> str:
-        """What a message says of a name."""
-        return f"here it is {self.key}"
+    def answer(self, name: str) -> str:
+        """Returns what a message says of a name."""
+        unit = self.units.get(name)
+        return f"here it is {self.key}" + (f", {unit}" if unit else "")
 
+
+_STEPS = "a number of steps, not of epochs"
+_PROMPTS = "a number of prompts, not of responses"
+_SHARE = "a share of rollout.max_response_tokens, not a number of tokens"
+_TOKENS = "a number of tokens, not of responses"
 
 ELSEWHERE = (
     Elsewhere(
@@ -61,6 +69,10 @@ ELSEWHERE = (
         verl=("trainer.total_training_steps", "trainer.total_epochs"),
         prime_rl=("max_steps",),
         note="a step has one batch; there is no number of epochs of the data",
+        units={
+            "num_train_epochs": _STEPS,
+            "trainer.total_epochs": _STEPS,
+        },
     ),
     Elsewhere(
         "rollout.prompts_per_step",
@@ -68,6 +80,11 @@ ELSEWHERE = (
         verl=("data.train_batch_size", "data.gen_batch_size"),
         prime_rl=("orchestrator.batch_size",),
         note="counts prompts; the batch sizes of TRL and prime-rl count responses",
+        units={
+            "generation_batch_size": _PROMPTS,
+            "per_device_train_batch_size": _PROMPTS,
+            "orchestrator.batch_size": _PROMPTS,
+        },
     ),
     Elsewhere(
         "rollout.group_size",
@@ -126,6 +143,7 @@ ELSEWHERE = (
         trl=("loss_type",),
         verl=("algorithm.adv_estimator",),
         note="a preset, whose keys the file replaces",
+        units={"algorithm.adv_estimator": "the name of a preset"},
     ),
     Elsewhere(
         "advantage.scale",
@@ -193,6 +211,10 @@ ELSEWHERE = (
         "reward.overlong_share",
         verl=("reward_model.overlong_buffer.len", "overlong_buffer"),
         note="a share of `rollout.max_response_tokens`",
+        units={
+            "reward_model.overlong_buffer.len": _SHARE,
+            "overlong_buffer": _SHARE,
+        },
     ),
     Elsewhere(
         "rollout.max_generation_rounds",
@@ -209,6 +231,7 @@ ELSEWHERE = (
         "optimizer.warmup_steps",
         trl=("warmup_steps", "warmup_ratio"),
         verl=("actor_rollout_ref.actor.optim.lr_warmup_steps",),
+        units={"warmup_ratio": "a number of steps, not a share of them"},
     ),
     Elsewhere(
         "optimizer.weight_decay",
@@ -234,6 +257,7 @@ ELSEWHERE = (
         trl=("gradient_accumulation_steps",),
         verl=("actor_rollout_ref.actor.ppo_mini_batch_size",),
         note="groups of one optimizer update",
+        units={"gradient_accumulation_steps": "a number of prompts, not of microbatches"},
     ),
     Elsewhere(
         "optimizer.microbatch_tokens",
@@ -243,6 +267,7 @@ ELSEWHERE = (
         ),
         prime_rl=("trainer.model.seq_len",),
         note="counts tokens, so that no batch runs out of memory",
+        units={"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _TOKENS},
     ),
     Elsewhere(
         "lora.rank",
@@ -321,8 +346,9 @@ def answer_elsewhere(key: str) -> str:
     for same in (key, last):
         for entry in ELSEWHERE:
             if same in entry.names:
-                return entry.answer
+                return entry.answer(same)
     for entry in ELSEWHERE:
-        if last in {name.rpartition(".")[2] for name in entry.names}:
-            return entry.answer
+        for name in entry.names:
+            if last == name.rpartition(".")[2]:
+                return entry.answer(name)
     return ""

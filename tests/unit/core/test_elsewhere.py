@@ -40,7 +40,7 @@ def test_no_name_has_two_meanings_within_a_system() -> None:
         assert len(names) == len(set(names))
 
 
-NAMES = [(name, entry.answer) for entry in ELSEWHERE for name in entry.names]
+NAMES = [(name, entry.answer(name)) for entry in ELSEWHERE for name in entry.names]
 
 
 @pytest.mark.parametrize(("name", "answer"), NAMES)
@@ -77,6 +77,35 @@ def test_a_section_in_place_of_the_algorithm_is_answered_when_a_run_goes_on() ->
     history = ConfigHistory(RunConfig())
     with pytest.raises(ConfigError, match=r"override algorithm.lam: .* here it is advantage.lam"):
         history.plan_change({"algorithm.lam": 0.9}, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        (
+            "per_device_train_batch_size",
+            "here it is rollout.prompts_per_step, a number of prompts, not of responses",
+        ),
+        # verl counts prompts, too.
+        ("data.train_batch_size", "here it is rollout.prompts_per_step (docs"),
+        ("num_train_epochs", "here it is steps, a number of steps, not of epochs"),
+        ("max_steps", "here it is steps (docs"),
+        ("trainer.total_epochs", "here it is steps, a number of steps, not of epochs"),
+        ("optimizer.warmup_ratio", "optimizer.warmup_steps, a number of steps, not a share of"),
+        (
+            "actor.ppo_micro_batch_size_per_gpu",
+            "optimizer.microbatch_tokens, a number of tokens, not of responses",
+        ),
+    ],
+)
+def test_an_answer_says_that_the_value_has_another_unit(name: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(answer)):
+        load_config(None, [f"{name}=3"])
+
+
+def test_units_are_of_names_in_the_table() -> None:
+    for entry in ELSEWHERE:
+        assert set(entry.units) <= set(entry.names)
 
 
 def test_a_list_in_place_of_the_algorithm_is_refused(tmp_path: Path) -> None:
