@@ -1,4 +1,4 @@
-"""What the keys of TRL, verl and prime-rl are called here.
+"""What the keys of TRL, verl and prime-rl are called here, or what takes their place.
 
 The names are those of TRL 1.16 (`GRPOConfig`), verl 0.9 (its Hydra configuration) and prime-rl 0.9
 (its TOML files). `docs/coming-from.md` shows them, and messages for unknown keys name what was
@@ -11,29 +11,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A key, and its names in other systems."""
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """Names of one setting in other systems."""
 
-    key: str
-    """Dotted key of the configuration."""
     trl: tuple[str, ...] = ()
     verl: tuple[str, ...] = ()
     prime_rl: tuple[str, ...] = ()
-    note: str = ""
-    """How the meaning differs."""
-    units: Mapping[str, str] = field(default_factory=dict)
-    """Name in another system -> the unit of the value here, where it is another one."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names in other systems."""
         return (*self.trl, *self.verl, *self.prime_rl)
 
+
+@dataclass(frozen=True)
+class Elsewhere(_Names):
+    """A key, and its names in other systems."""
+
+    key: str
+    """Dotted key of the configuration."""
+    note: str = ""
+    """How the meaning differs."""
+    units: Mapping[str, str] = field(default_factory=dict)
+    """Name in another system -> the unit of the value here, where it is another one."""
+
     def answer(self, name: str) -> str:
         """Returns what a message says of a name."""
         unit = self.units.get(name)
         return f"here it is {self.key}" + (f", {unit}" if unit else "")
+
+
+@dataclass(frozen=True)
+class WithoutKey(_Names):
+    """A setting of other systems that has no key of its own here."""
+
+    advice: str
+    """What takes its place."""
+
+    def answer(self, name: str) -> str:  # noqa: ARG002
+        """Returns what a message says of a name."""
+        return self.advice
 
 
 _STEPS = "a number of steps, not of epochs"
@@ -332,22 +350,52 @@ ELSEWHERE = (
 )
 
 
+WITHOUT_KEY = (
+    WithoutKey(
+        "a system prompt is `task.options.system` of the task math; for a reward function, a "
+        "prompt of the data may be a list of chat messages, the first one with the role system",
+        prime_rl=("system_prompt",),
+    ),
+    WithoutKey(
+        "no key says where metrics go, but for MLflow `mlflow.tracking_uri`: `bapo metrics RUN "
+        "--wandb PROJECT` or `--tensorboard DIRECTORY` writes them, with `--follow` while the run "
+        "trains",
+        trl=("report_to",),
+        verl=("trainer.logger",),
+        prime_rl=("wandb.project",),
+    ),
+    WithoutKey(
+        "there is no schedule but `optimizer.warmup_steps`: the learning rate is constant after "
+        "them",
+        trl=("lr_scheduler_type",),
+        verl=("actor_rollout_ref.actor.optim.lr_scheduler_type",),
+        prime_rl=("trainer.scheduler.type",),
+    ),
+    WithoutKey(
+        "there is no such key: the metrics of every step are stored",
+        trl=("logging_steps",),
+    ),
+)
+
+_ALL = (*ELSEWHERE, *WITHOUT_KEY)
+
+
 def is_elsewhere(key: str) -> bool:
     """Whether a dotted name as a whole is a key of another system."""
-    return any(key in entry.names for entry in ELSEWHERE)
+    return any(key in entry.names for entry in _ALL)
 
 
 def answer_elsewhere(key: str) -> str:
-    """Returns what a key of another system is called here, as a clause, or an empty text.
+    """Returns what to use here for a key of another system, as a clause, or an empty text.
 
     key: its dotted name, of which the last part suffices.
     """
     last = key.rpartition(".")[2]
     for same in (key, last):
-        for entry in ELSEWHERE:
+        for entry in _ALL:
             if same in entry.names:
                 return entry.answer(same)
-    for entry in ELSEWHERE:
+    for entry in _ALL:
         for name in entry.names:
             if last == name.rpartition(".")[2]:
                 return entry.answer(name)

@@ -127,9 +127,13 @@ class TaskConfig(Section):
                 "takes the place of a task"
             )
         if self.options:
-            raise ValueError(
-                "options are set beside reward; remove them: a reward function has none"
-            )
+            message = "options are set beside reward; remove them: a reward function has none"
+            if "system" in self.options:
+                message += (
+                    ", and a system prompt is a message with the role system in a prompt of the "
+                    "data, which may be a list of chat messages"
+                )
+            raise ValueError(message)
         try:
             RewardFunctions.parse(self.reward)
         except ValueError as error:

@@ -11,7 +11,7 @@ import yaml
 from bapo_core.config import PRESETS, RunConfig, load_config
 from bapo_core.config.base import kinds_of
 from bapo_core.config.changes import ConfigHistory
-from bapo_core.config.elsewhere import ELSEWHERE
+from bapo_core.config.elsewhere import ELSEWHERE, WITHOUT_KEY
 from bapo_core.config.loader import nest
 from bapo_core.errors import ConfigError
 from bapo_core.spelling import did_you_mean
@@ -36,11 +36,11 @@ def test_every_key_exists() -> None:
 
 def test_no_name_has_two_meanings_within_a_system() -> None:
     for system in ("trl", "verl", "prime_rl"):
-        names = [name for entry in ELSEWHERE for name in getattr(entry, system)]
+        names = [name for entry in (*ELSEWHERE, *WITHOUT_KEY) for name in getattr(entry, system)]
         assert len(names) == len(set(names))
 
 
-NAMES = [(name, entry.answer(name)) for entry in ELSEWHERE for name in entry.names]
+NAMES = [(name, entry.answer(name)) for entry in (*ELSEWHERE, *WITHOUT_KEY) for name in entry.names]
 
 
 @pytest.mark.parametrize(("name", "answer"), NAMES)
@@ -101,6 +101,33 @@ def test_a_section_in_place_of_the_algorithm_is_answered_when_a_run_goes_on() ->
 def test_an_answer_says_that_the_value_has_another_unit(name: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(answer)):
         load_config(None, [f"{name}=3"])
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("task.system_prompt", "`task.options.system` of the task math"),
+        ("system_prompt", "a list of chat messages, the first one with the role system"),
+        ("report_to", "`bapo metrics RUN --wandb PROJECT` or `--tensorboard DIRECTORY`"),
+        ("trainer.logger", "`bapo metrics RUN --wandb PROJECT`"),
+        ("lr_scheduler_type", "there is no schedule but `optimizer.warmup_steps`"),
+        ("optimizer.lr_scheduler_type", "there is no schedule but `optimizer.warmup_steps`"),
+        ("logging_steps", "the metrics of every step are stored"),
+    ],
+)
+def test_a_setting_without_a_key_is_answered_with_what_takes_its_place(
+    name: str, answer: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{re.escape(answer)}.* \(docs/coming-from.md\)"):
+        load_config(None, [f"{name}=x"])
+
+
+def test_a_system_prompt_beside_a_reward_function_is_told_its_place() -> None:
+    task = ["task.reward=rewards.py:score", "task.options.system=Be brief."]
+    with pytest.raises(ConfigError, match="a message with the role system in a prompt of the data"):
+        load_config(None, task)
+    with pytest.raises(ConfigError, match=r"a reward function has none$"):
+        load_config(None, [task[0], "task.options.numbers=3"])
 
 
 def test_units_are_of_names_in_the_table() -> None:
