@@ -350,9 +350,23 @@ def refuse_fixed_keys(run: str, changed: Mapping[str, Any]) -> None:
             "with the same past up to this step"
         )
         raise ConfigError(
-            f"run {run!r} cannot change {', '.join(fixed[:5])}{more}: its steps would be of two "
-            f"methods or of two tasks; it may change {', '.join(CHANGEABLE)}; {remedy}"
+            f"run {run!r} cannot change {', '.join(fixed[:5])}{more}: {_why_fixed(changed)}; it "
+            f"may change {', '.join(CHANGEABLE)}; {remedy}"
         )
+
+
+def _why_fixed(changed: Mapping[str, Any]) -> str:
+    """Returns why the keys among the changed ones that may not change are fixed."""
+    fixed = [key for key in changed if not may_change(key)]
+    evaluated = [key for key in fixed if key.startswith(("evaluation.", "task.test_"))]
+    reasons = []
+    if len(evaluated) < len(fixed):
+        reasons.append("its steps would be of two methods or of two tasks")
+    if evaluated:
+        reasons.append(
+            "the accuracies of its evaluations before and after the change could not be compared"
+        )
+    return ", and ".join(reasons)
 
 
 def _refuse_steps_that_are_trained(

@@ -155,6 +155,31 @@ def test_what_may_not_change_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize(
+    ("values", "of_methods", "of_evaluations"),
+    [
+        ({"sync.every": 2}, True, False),
+        ({"evaluation.samples": 2}, False, True),
+        ({"evaluation.temperature": 0.5, "steps": 13}, False, True),
+        ({"task.test_prompts": 8}, False, True),
+        ({"evaluation.samples": 2, "sync.every": 2}, True, True),
+    ],
+    ids=str,
+)
+def test_a_refused_change_says_what_it_would_make_incomparable(
+    values: dict[str, Any], of_methods: bool, of_evaluations: bool
+) -> None:
+    configs = ConfigHistory(load_config(None, ["name=words", "steps=12", "evaluation.every=4"]))
+    with pytest.raises(ConfigError, match="run 'words' cannot change") as refusal:
+        configs.plan_change(values, 4)
+    message = str(refusal.value)
+    assert ("its steps would be of two methods or of two tasks" in message) is of_methods
+    assert (
+        "the accuracies of its evaluations before and after the change could not be compared"
+        in message
+    ) is of_evaluations
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"rollout.group_size": 4},
