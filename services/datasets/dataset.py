@@ -17,6 +17,8 @@ class Dataset:
 
     name: str
     prompts: Sequence[PromptItem]
+    address: str = ""
+    """Where the prompts were read from, as the configuration has it; empty for generated ones."""
     left_out: int = 0
     """Number of rows that were left out, because they have no answer."""
     repeated: int = 0

@@ -307,6 +307,7 @@ def read_dataset(
         reached = limit if limit is not None and len(uploaded) >= limit else None
         return replace(
             _build_dataset(task, uploaded[:limit], split, _make_images(sources)),
+            address=address,
             limit=reached,
             unreadable=_find_unreadable(task, enumerate(uploaded[:limit], start=1)),
         )
@@ -342,6 +343,7 @@ def read_dataset(
     dataset = _build_dataset(task, list(problems.values()), split, images)
     return replace(
         dataset,
+        address=address,
         left_out=left_out,
         repeated=repeated,
         contradicting=contradicting,

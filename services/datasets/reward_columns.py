@@ -24,9 +24,10 @@ def check_reward_columns(
                 columns = prompt.payload["columns"]
                 missing = [column for column in required if column not in columns]
                 if missing:
+                    source = dataset.address or f"dataset {dataset.name}"
                     raise BapoError(
                         f"{functions.file}: {name} needs the column {missing[0]}, which prompt "
-                        f"{number} of dataset {dataset.name} has not (it has prompt"
+                        f"{number} of {source} has not (it has prompt"
                         f"{''.join(f', {column}' for column in columns)}); add it to the data, map "
                         "it in task.columns, or give the argument a default"
                     )

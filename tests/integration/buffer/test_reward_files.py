@@ -159,9 +159,9 @@ def test_a_prompt_without_a_column_of_the_function_is_named(
     with pytest.raises(BapoError) as refused:
         prepare(pinned, client)
     assert (
-        "rewards.py: score needs the column answer, which prompt 6 of dataset function-train"
-        in (str(refused.value))
-    )
+        "rewards.py: score needs the column answer, which prompt 6 of train.jsonl has not (it has "
+        "prompt)"
+    ) in str(refused.value)
 
 
 # ---- commands -----------------------------------------------------------------------------------
