@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from bapo_core.errors import ConfigError
-from services.buffer.api.wire import RUN_NAME
+from services.buffer.api.wire import RUN_NAME, RUN_NAME_RULE
 
 LONGEST_MADE = 48
 """Characters of a name that is made of Kubeflow's; the rest is left to the names of pods."""
@@ -32,10 +32,7 @@ def check_run_name(name: str) -> None:
     """Raises `ConfigError`, with a name that is valid, unless `name` is one."""
     reason = ""
     if not re.fullmatch(RUN_NAME, name):
-        reason = (
-            "a name has lower-case letters, digits and hyphens, begins with a letter, and has at "
-            "most 63 characters"
-        )
+        reason = RUN_NAME_RULE
     elif name.endswith("-"):
         reason = "it ends with a hyphen, which no label of Kubernetes may"
     if reason:

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DataError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
+from services.buffer.api import wire
 from services.buffer.database import describe_outage, make_engine, may_be_repeated
 from services.buffer.migrate import upgrade
 from services.buffer.routes import (
@@ -93,7 +94,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    install_problem_handlers(app)
+    install_problem_handlers(app, {wire.RUN_NAME: wire.RUN_NAME_RULE})
     _install_outage_handlers(app)
     app.state.service = service
     app.state.token_failures = FailureLimiter()

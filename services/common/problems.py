@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -69,8 +70,19 @@ def unavailable(detail: str) -> JSONResponse:
     return problem_response(503, "Unavailable", detail, headers={"Retry-After": "1"})
 
 
-def install_problem_handlers(app: FastAPI) -> None:
-    """Makes `app` answer every error with problem details."""
+def install_problem_handlers(app: FastAPI, rules: Mapping[str, str] | None = None) -> None:
+    """Makes `app` answer every error with problem details.
+
+    rules: pattern of a field -> what it demands, in words.
+    """
+    in_words = rules or {}
+
+    def describe(problem: Mapping[str, Any]) -> str:
+        where = ".".join(map(str, problem["loc"]))
+        rule = in_words.get(problem.get("ctx", {}).get("pattern"))
+        if problem["type"] == "string_pattern_mismatch" and rule:
+            return f"{where} is {problem['input'][:80]!r}: {rule}"
+        return f"{where}: {problem['msg']}"
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> JSONResponse:
@@ -102,5 +114,5 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        return problem_response(422, "Invalid request", "; ".join(problems))
+        problems = "; ".join(map(describe, error.errors()))
+        return problem_response(422, "Invalid request", problems)

@@ -64,6 +64,11 @@ OPEN_STATUSES: tuple[Status, ...] = ("queued", *ACTIVE_STATUSES)
 UNFINISHED_STATUSES: tuple[Status, ...] = ("created", *OPEN_STATUSES)
 """Statuses of the runs that their workflow is about to train, or trains."""
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
+RUN_NAME_RULE = (
+    "a name has lower-case letters, digits and hyphens, begins with a letter, and has at most 63 "
+    "characters"
+)
+"""What `RUN_NAME` demands, in words."""
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""
 LONGEST_REASON = 2000

@@ -467,7 +467,14 @@ def send(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx
     [
         ("GET", "/v1/nothing", None, 404, "there is no route /v1/nothing"),
         ("PUT", "/v1/runs", None, 405, ""),
-        ("GET", "/v1/runs/UPPER", None, 422, "path.name"),
+        (
+            "GET",
+            "/v1/runs/UPPER",
+            None,
+            422,
+            "path.name is 'UPPER': a name has lower-case letters, digits and hyphens, begins with "
+            "a letter, and has at most 63 characters",
+        ),
         ("GET", "/v1/runs?limit=0", None, 422, "query.limit"),
         ("GET", "/v1/runs?status=dancing", None, 422, "query.status"),
         ("POST", "/v1/runs", {"name": "x"}, 422, "body.config: Field required"),
