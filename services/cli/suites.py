@@ -9,6 +9,7 @@ from typing import Any
 
 from bapo_core.config import RunConfig, merge, override_config, parse_overrides, read_values
 from bapo_core.errors import BapoError
+from bapo_core.spelling import did_you_mean
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -72,7 +73,8 @@ def suite_config(
 
     data: directories that hold the suite's files, and `SET=ADDRESS` for single sets.
 
-    Raises `BapoError` for data of a set that the suite does not have, or if no set has data.
+    Raises `BapoError` for data or keys of a set that the suite does not have, and if no set has
+    data.
     """
     suite = SUITES[name]
     addresses = _find_data(name, suite, data)
@@ -88,6 +90,7 @@ def suite_config(
         **suite.generated,
         **{key: {"path": path, "prompts": most} for key, path in addresses.items()},
     }
+    _refuse_unknown_sets(name, sets, changes)
     values = read_values(file)
     task = values.get("task", {})
     if task.get("name", "countdown") != suite.task or task.get("reward") is not None:
@@ -98,6 +101,31 @@ def suite_config(
     values = merge(values, {"evaluation": {**suite.evaluation, "sets": sets}})
     config = override_config(values, changes, where=file or "config")
     return SuiteConfig(config, tuple(key for key in suite.files if key not in addresses))
+
+
+def _refuse_unknown_sets(
+    name: str, sets: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any]
+) -> None:
+    """Raises `BapoError` if overrides change a set that is not measured.
+
+    An override may add a set of its own, which has a path, or options that say what to generate.
+    """
+    evaluation = changes.get("evaluation")
+    changed = evaluation.get("sets") if isinstance(evaluation, Mapping) else None
+    for key, values in changed.items() if isinstance(changed, Mapping) else ():
+        if key in sets or not isinstance(values, Mapping) or values.keys() & {"path", "options"}:
+            continue
+        if key in SUITES[name].files:
+            raise BapoError(
+                f"evaluation.sets.{key}: no data of this set are given; add --data {key}=ADDRESS, "
+                "or remove the override"
+            )
+        known = [*SUITES[name].files, *SUITES[name].generated]
+        raise BapoError(
+            f"evaluation.sets.{key}: suite {name} has no such set"
+            f"{did_you_mean(str(key), known) or ';'} its sets are {', '.join(known)}; give a set "
+            "of your own a path, or options by which the task generates it"
+        )
 
 
 def _find_data(name: str, suite: Suite, data: Sequence[str]) -> dict[str, str]:

@@ -112,6 +112,44 @@ def test_invalid_data_of_a_suite_are_refused(data: tuple[str, ...], message: str
 
 
 @pytest.mark.parametrize(
+    ("suite", "override", "message"),
+    [
+        (
+            "maths",
+            "evaluation.sets.math501.prompts=3",
+            r"evaluation.sets.math501: suite maths has no such set; did you mean math500\? its "
+            "sets are aime24, aime25, amc, math500, minerva, olympiad; give a set of your own a",
+        ),
+        (
+            "maths",
+            "evaluation.sets.zzz.samples=3",
+            "suite maths has no such set; its sets are aime",
+        ),
+        ("maths", "evaluation.sets.aime25.prompts=3", "no data .*; add --data aime25=ADDRESS"),
+        (
+            "countdown",
+            "evaluation.sets.cd-35.prompts=3",
+            r"did you mean cd-34\? its sets are cd-34",
+        ),
+    ],
+)
+def test_a_key_of_a_set_that_is_not_measured_is_refused(
+    suite: str, override: str, message: str
+) -> None:
+    data = [str(FILES)] if suite == "maths" else []
+    with pytest.raises(BapoError, match=message):
+        suite_config(suite, None, [override], data)
+
+
+def test_an_override_may_add_a_set_of_its_own() -> None:
+    added = maths(str(FILES), overrides=("evaluation.sets.own.path=own.json",)).config
+    assert added.evaluation_sets["own"].path == "own.json"
+    generated = ["evaluation.sets.cd-5.options={numbers: [5]}", "evaluation.sets.cd-4.prompts=3"]
+    sets = suite_config("countdown", None, generated, []).config.evaluation_sets
+    assert (sets["cd-5"].options["numbers"], sets["cd-4"].prompts) == ([5], 3)
+
+
+@pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
         (None, [], "answers.jsonl cannot be read: No such file"),
