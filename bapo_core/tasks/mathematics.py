@@ -7,10 +7,10 @@ final answer: the rest of the line after the last `####`, as in GSM8K, or what i
 \boxed{...}, as in MATH.
 
 The answer of a response is the content of its last complete \boxed{...}. With `boxed_only: false`,
-that of a response without any \boxed is the last expression near its end that math-verify extracts.
-Two answers are equal if they have the same characters, or the same structure with equal parts, or
-the same value (`math_answers`, `math_equality`); docs/verifier.md lists where this is generous. A
-reference answer is read as a whole, or compared as text.
+that of a response without any \boxed but empty ones is the last expression near its end that
+math-verify extracts. Two answers are equal if they have the same characters, or the same structure
+with equal parts, or the same value (`math_answers`, `math_equality`); docs/verifier.md lists where
+this is generous. A reference answer is read as a whole, or compared as text.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _BRACES = re.compile(
     r"\\(?:boxed|fbox)\s*(?:\{|(-?[0-9][0-9.,]*[0-9]|[0-9]|[A-Za-z](?![A-Za-z])))|\\.|[{}]",
     re.DOTALL,
 )
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")
 _WHITE = " \t\r\n"
 _SOLUTION_MARK = "####"
 """Mark before the final answer of a worked solution (GSM8K, arXiv 2110.14168)."""
@@ -120,7 +121,7 @@ class MathTask:
 
     def _judge_response(self, payload: Payload, response: str) -> Verdict:
         answer = _boxed(response)
-        if answer is None:
+        if answer is None or not (answer or self.boxed_only):
             return self._verify_plain(payload, response)
         if not answer:
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, r"\boxed{} is empty")
@@ -152,10 +153,12 @@ class MathTask:
         return text if number is None else str(number)
 
     def _verify_plain(self, payload: Payload, response: str) -> Verdict:
-        # An unclosed \boxed is an answer that was cut off, not an answer elsewhere.
-        if self.boxed_only or r"\boxed" in response:
+        # An empty \boxed repeats the instruction. An unclosed one is an answer that was cut off,
+        # not an answer elsewhere.
+        plain = _EMPTY_BOX.sub(" ", response)
+        if self.boxed_only or r"\boxed" in plain:
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, r"no complete \boxed{...}")
-        tail = response[-MAX_TAIL:].strip()
+        tail = plain[-MAX_TAIL:].strip()
         if not tail:
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")
         answer = _last_answer(tail)

@@ -12,6 +12,7 @@ from bapo_core.tasks.mathematics import MAX_ANSWER, MathTask
 
 TASK = MathTask()
 LENIENT = MathTask(boxed_only=False)
+NO_BRACES = str.maketrans("{}", "  ")
 
 
 def verdict(gold: str, response: str, task: MathTask = LENIENT) -> tuple[float, str]:
@@ -122,6 +123,38 @@ def test_an_answer_outside_a_box_counts_only_without_boxed_only() -> None:
     assert verdict("42", "the answer is 42", TASK) == (0.0, "no_answer")
     assert verdict("42", r"\boxed{42}", TASK) == (1.0, "ok")
     assert verdict("42", "the answer is 42", LENIENT) == (1.0, "ok")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_empty_box_changes_no_verdict_of_a_response_without_another_box(seed: int) -> None:
+    """Models repeat the instruction, as in "I put the answer within \\boxed{}."."""
+    rng = random.Random(seed)
+    a, b, gold = rng.randint(2, 99), rng.randint(2, 99), rng.choice(["42", "7.5", "-3"])
+    answer = rng.choice([gold, "41"])
+    response = rng.choice(
+        [
+            f"The answer is {answer}.",
+            f"First {a} + {b} = {a + b}. So the total is ${answer}$ dollars.",
+            f"{a} of them cost {b} each.\nTherefore x = {answer}",
+            f"I do not know. {answer}",
+            "There is none.",
+        ]
+    )
+    words = response.split(" ")
+    place = rng.randint(0, len(words))
+    for box in (r"\boxed{}", r"\boxed { }", "\\fbox{\n}", r"within \boxed{}. \boxed{}"):
+        filler = box.replace(r"\boxed", "").replace(r"\fbox", "").translate(NO_BRACES)
+        with_box, without = (
+            LENIENT.verify(
+                {"problem": "?", "answer": gold}, " ".join([*words[:place], text, *words[place:]])
+            )
+            for text in (box, filler)
+        )
+        assert (with_box.status, with_box.answer) == (without.status, without.answer), box
+    # One that is cut off is an answer elsewhere than in the text.
+    cut_off = LENIENT.verify({"problem": "?", "answer": gold}, rf"{response} \boxed{{")
+    assert cut_off.status == "no_answer"
+    assert TASK.verify({"problem": "?", "answer": gold}, rf"\boxed{{}} {response}").reward == 0.0
 
 
 def test_math_is_a_task_and_renders_problems() -> None:
