@@ -52,6 +52,8 @@ class StepResults:
     """Tokens that have a loss: those of all responses, or only of complete ones."""
     advantages: Tensor
     """(N,) advantage of each response."""
+    rewards: Tensor
+    """(N,) reward of each response."""
     variances: Tensor
     """(N,) variance of the rewards in each response's group."""
     sources: list[str]
@@ -84,6 +86,7 @@ class StepResults:
             mask=batch.mask,
             trained=targets.mask,
             advantages=targets.advantages[:, 0],
+            rewards=batch.row_rewards,
             variances=group_variance(batch.rewards, batch.sizes)[batch.group],
             sources=batch.sources,
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
@@ -194,15 +197,16 @@ def diagnose(
 
     window: [c2, c3] of the step. theta is the policy at the time it trained on each update: the
     step's last update is not in it, which spares a pass over the batch. The bound is about the
-    advantages of Eq. 2 of rewards in [0, 1], so there is none with another estimator, or with
-    rewards that may be outside.
+    advantages of Eq. 2 of rewards in [0, 1], so there is none with another estimator, with a
+    configuration whose rewards may be outside, or with rewards of a step that are.
     """
-    advantage = config.advantage
+    advantage, rewards = config.advantage, results.rewards
     bound = {}
     if (
         isinstance(advantage, GroupAdvantageConfig)
         and advantage.scale == "group"
         and config.reward.is_in_unit_interval
+        and bool(((rewards >= 0) & (rewards <= 1)).all())
     ):
         bound = _bound(config, results, window, advantage.eps)
     sampled = results.sampled

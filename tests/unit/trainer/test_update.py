@@ -639,6 +639,7 @@ def test_clip_fractions_are_reported_by_source() -> None:
         mask=mask,
         trained=mask,
         advantages=torch.zeros(2),
+        rewards=torch.zeros(2),
         variances=torch.zeros(2),
         sources=["fresh", "replayed"],
         positions=torch.tensor([0, 1]),
@@ -697,6 +698,7 @@ def test_divergence_is_measured_by_source_and_by_age() -> None:
         mask=mask,
         trained=mask,
         advantages=torch.zeros(5),
+        rewards=torch.zeros(5),
         variances=torch.zeros(5),
         sources=["fresh", "fresh", "replayed", "fresh", "demonstrated"],
         positions=torch.arange(5),
@@ -765,6 +767,7 @@ def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance
         mask=torch.ones(6, 1, dtype=torch.bool),
         trained=torch.ones(6, 1, dtype=torch.bool),
         advantages=advantages,
+        rewards=torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0]),
         variances=torch.tensor([0.25, 0.25, 0.0, 0.0, 0.16, 0.16]),
         sources=["fresh"] * 4 + ["replayed"] * 2,
         positions=torch.tensor([0, 0, 1, 1, 2, 2]),
@@ -794,4 +797,15 @@ def test_there_is_no_bound_where_the_theorem_does_not_hold(override: str) -> Non
     """It is about rewards in [0, 1], with the advantages of Eq. 2."""
     assert "theory/bound" in step(updater_of(config()), 1, batch())
     metrics = step(updater_of(config(override)), 1, batch())
+    assert not [name for name in metrics if name.startswith("theory/")]
+
+
+@pytest.mark.parametrize("reward", [1.0465, -0.5])
+def test_there_is_no_bound_in_a_step_with_a_reward_outside_of_the_theorems_range(
+    reward: float,
+) -> None:
+    """A reward function gives any number, which no configuration tells."""
+    data = batch()
+    data.rewards[0, 0] = reward
+    metrics = step(updater_of(config()), 1, data)
     assert not [name for name in metrics if name.startswith("theory/")]
