@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from bapo_core.config import RunConfig
     from services.datasets.dataset import Dataset
 
+TRIED_WITHIN_S = 30.0
+"""Seconds for which reward functions are tried on the rows of the training data."""
+
 
 @click.group
 def config() -> None:
@@ -99,7 +102,7 @@ def _read_first_rows(settings: RunConfig) -> Sequence[Dataset]:
 
 
 def _try_reward(settings: RunConfig, datasets: Sequence[Dataset]) -> list[str]:
-    """Tries the reward functions on the first rows of data sets, in a confined process.
+    """Tries the reward functions on rows of the training data, in a confined process.
 
     Returns lines for a person; none without reward functions. Raises `BapoError`.
     """
@@ -108,7 +111,7 @@ def _try_reward(settings: RunConfig, datasets: Sequence[Dataset]) -> list[str]:
         return []
     from services.cli.reward_files import read_reward_file
     from services.datasets import check_reward_columns
-    from services.verifier.api.trial import try_functions
+    from services.verifier.api.trial import MOST_TRIED_ROWS, try_functions
     from services.verifier.pool import VerifierPool
 
     text = read_reward_file(functions)
@@ -117,11 +120,20 @@ def _try_reward(settings: RunConfig, datasets: Sequence[Dataset]) -> list[str]:
     check_reward_columns(functions, text, datasets)
     pool = VerifierPool(workers=1, deadline_s=5.0)
     try:
-        payloads = (prompt.payload for prompt in datasets[0].prompts)
-        try_functions(functions, text, payloads, pool.verify_items)
+        rows = [prompt.payload for prompt in datasets[0].prompts]
+        tried = try_functions(
+            functions,
+            text,
+            rows,
+            pool.verify_items,
+            count=MOST_TRIED_ROWS,
+            every=max(1, -(-len(rows) // MOST_TRIED_ROWS)),
+            within_s=TRIED_WITHIN_S,
+        )
     finally:
         pool.close()
-    return [f"{functions.file}: {', '.join(functions.names)} gave rewards to the first rows"]
+    names = ", ".join(functions.names)
+    return [f"{functions.file}: {names} gave rewards to the {tried} rows that were tried"]
 
 
 @config.command

@@ -84,7 +84,7 @@ class ItemVerdict(Wire):
     def failure(self) -> str:
         """Why the task gave no verdict."""
         if self.status == "timeout":
-            return "no verdict within the verifier's deadline"
+            return "no verdict within the verifier's deadline (BAPO_VERIFIER_DEADLINE_S)"
         return self.detail or "it exited"
 
     def is_correct(self, solved_at: float | None) -> bool:

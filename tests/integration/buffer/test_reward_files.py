@@ -176,7 +176,20 @@ def check(directory: Path, **task: Any) -> tuple[int, str]:
 def test_config_check_tries_the_functions_on_the_first_rows(directory: Path) -> None:
     code, output = check(directory)
     assert code == 0, output
-    assert "rewards.py: score gave rewards to the first rows" in output
+    assert "rewards.py: score gave rewards to the 3 rows that were tried" in output
+
+
+def test_config_check_finds_a_search_for_numbers_that_finds_a_full_stop(directory: Path) -> None:
+    """On a sentence that ends with ` .`, it fails, as it does on half of a model's responses."""
+    (directory / "rewards.py").write_text(
+        "import re\n\n"
+        "def score(completions, **columns):\n"
+        "    found = [re.findall(r'[\\d.]+', text) for text in completions]\n"
+        "    return [float(each[-1]) if each else 0.0 for each in found]\n"
+    )
+    code, message = check(directory)
+    assert code == 1
+    assert "could not convert string to float: '.'" in message
 
 
 @pytest.mark.parametrize(
