@@ -98,6 +98,9 @@ def _describe_verdict(response: wire.Response) -> list[str]:
     verdict = "correct" if response.correct else "wrong"
     if response.status is None:  # An older version did not record it.
         return [verdict]
+    if response.extracted is None and response.status in ("ok", "wrong_value"):
+        # A reward function compares no answer: the threshold `task.solved_at` decides.
+        return [f"counts as {verdict}"]
     if response.status != "ok":
         verdict += f" ({response.status})"
     if response.extracted is None:

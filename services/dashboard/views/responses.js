@@ -79,9 +79,13 @@ export function facts(response, length, place, ...notes) {
   );
 }
 
-/** The verifier's status and the answer that it read; responses of older versions have neither. */
+/**
+ * The verifier's status and the answer that it read. Responses of older versions have neither, and a reward function
+ * compares no answer: its statuses say on which side of `task.solved_at` the reward is.
+ */
 const reading = (response) =>
   response.status !== null &&
+  !(response.extracted === null && ["ok", "wrong_value"].includes(response.status)) &&
   h(
     "span",
     { class: "note" },
