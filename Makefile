@@ -219,8 +219,8 @@ compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the s
 	$(BIN)/bapo compare examples/countdown.yaml name=methods steps=200 --algorithms all --seeds 1
 
 # Each run leaves its result in benchmarks/results/reproduction; the same command goes on.
-reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (12 hours on two idle cores)
-	$(BIN)/bapo reproduce all --size small
+reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (9 hours on two cores)
+	$(BIN)/bapo reproduce all --size small --jobs 2
 
 bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine

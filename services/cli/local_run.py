@@ -290,6 +290,12 @@ def _engines(run: LocalRun) -> list[str]:
     return [f"engine-{number}" for number in range(run.config.rollout.replicas * run.engines)]
 
 
+def count_threads() -> int:
+    """Returns the threads of a process: `OMP_NUM_THREADS` if a person has set it, or all cores."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1
+
+
 def _threads() -> dict[str, str]:
     """Returns variables that let every process use all cores, without spinning while it waits.
 
@@ -297,7 +303,7 @@ def _threads() -> dict[str, str]:
     occupy the cores that the other needs: a step then took twice as long.
     """
     return {
-        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_NUM_THREADS": str(count_threads()),
         "OMP_WAIT_POLICY": "PASSIVE",
         # vLLM pins its threads to cores, two vLLMs theirs to the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -312,7 +318,7 @@ def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
     """
     if rollout.engine.kind == "transformers":
         return {}  # Engine and trainer take turns, as `_threads` explains.
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}
+    return {"OMP_NUM_THREADS": str(max(1, count_threads() // rollout.replicas))}
 
 
 def _show_progress(

@@ -75,6 +75,13 @@ def refuse_options(*names: str, why: str) -> None:
             raise click.UsageError(f"{option.opts[0]} has no effect here: {why}; leave it out.")
 
 
+jobs_option = click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Runs that are trained at a time. A small model leaves part of two cores idle.",
+)
 port_option = click.option(
     "--port",
     type=click.IntRange(0, 65_535),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +128,8 @@ def write_record(record: RecordedRun, directory: Path) -> Path:
     """Writes the results of a run to its file, and returns the path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = _path(record.run, directory)
-    partial = path.with_suffix(".partial")
+    # Commands that share runs may write the same result at the same time.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(record.model_dump_json() + "\n", encoding="utf-8")
     partial.replace(path)
     return path

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.buffer.api.client import BufferClient
 from services.stack.stack import Endpoints
 
 DECLARATION = """
@@ -59,9 +60,16 @@ def test_an_experiment_is_trained_continued_and_judged(
         return done.stdout
 
     results = ("--results", "results")
-    first = reproduce("--seeds", "1", *results)
+    first = reproduce("--seeds", "1", "--jobs", "2", *results)
     assert "0 of 2 runs have results" in first
     assert "mine: not decided (2 runs)" in first
+    # Two commands shared the runs: neither trained both, and each has read the other's result.
+    others = (Path(environment["BAPO_HOME"]) / "logs/job-2.log").read_text()
+    assert "mine: not decided (2 runs)" in others
+    for printed in (first, others):
+        assert printed.count("finished already") == 1
+    service = BufferClient(stack.buffer_url, stack.token)
+    assert {state.attempt for state in service.runs() if state.name.startswith("repro")} == {1}
     # The second seed is missing; the first is not trained again.
     second = reproduce(*results)
     assert "2 of 4 runs have results" in second

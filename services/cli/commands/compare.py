@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
-from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.cli.console import plain_console
 from services.cli.echo import echo
-from services.cli.local_run import REPORTS, LocalRun, create_run, execute
-from services.cli.options import ConfigArguments, config_arguments, port_option
-from services.cli.reward_files import pin_reward
-from services.cli.service import format_addresses, open_local_object_store
+from services.cli.local_run import REPORTS
+from services.cli.options import ConfigArguments, config_arguments, jobs_option, port_option
+from services.cli.shared_runs import EndedRun, share_cores, train_runs
 from services.cli.variants import (
     PlannedRun,
     Variant,
@@ -29,10 +26,8 @@ from services.cli.variants import (
     read_variants,
 )
 from services.common.process import stop_on_signals
-from services.datasets import data_addresses, pin_revisions
-from services.model.resolve import ensure_model, pin_model
 from services.stack.settings import default_home
-from services.stack.stack import Endpoints, find_or_start_stack
+from services.stack.stack import find_or_start_stack
 
 if TYPE_CHECKING:
     from services.report.comparison import RunResult
@@ -75,6 +70,7 @@ DEFAULT_ALGORITHMS = "bapo,grpo,dapo"
     help="With --fork-of: their last common step.",
 )
 @port_option
+@jobs_option
 def compare(
     config: ConfigArguments,
     algorithms: str | None,
@@ -84,14 +80,15 @@ def compare(
     fork_of: str | None,
     at: int | None,
     port: int,
+    jobs: int,
 ) -> None:
     """Train several variants and compare them.
 
     Each is trained with several seeds. A variant is an algorithm, or any set of keys under a label.
     Everything else is the same for all: what the file and the command line set. The runs follow
-    one another. One that is finished with exactly this configuration is not trained again, and one
-    that was interrupted goes on. The page with the comparison is written to
-    `runs/NAME-comparison` after each run.
+    one another, with `--jobs 2` two at a time. One that is finished with exactly this configuration
+    is not trained again, and one that was interrupted goes on. The page with the comparison is
+    written to `runs/NAME-comparison` after each run.
 
     It states which differences this many seeds decide, and gives each variant the places that its
     runs leave open: two variants whose difference is not decided share them. With one seed there
@@ -117,25 +114,27 @@ def compare(
     except ValueError:
         raise click.BadParameter(f"{seeds!r} are not whole numbers", param_hint="--seeds") from None
     stop_on_signals("stopping; the same command continues")
+    share_cores(jobs)
     variants = _variants(algorithms, variant_texts, variants_file)
     console, home = plain_console(), default_home()
+
+    def compare_runs(runs: Sequence[PlannedRun], name: str) -> None:
+        for warning in _list_warnings(runs):
+            console.print(f"note: {warning}", soft_wrap=True)
+        directory = REPORTS / f"{name}-comparison"
+        page = train_and_compare(
+            runs, directory=directory, home=home, console=console, port=port, jobs=jobs
+        )
+        echo(page)
+
     if fork_of is None or at is None:
         runs = plan_runs(config.file, config.overrides, variants, numbers)
-        _compare(runs, config.load().name, home, console, port)
+        compare_runs(runs, config.load().name)
         return
     with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=fork_of)
         runs = plan_forks(client.run_state(), at, config.overrides, variants, numbers)
-        _compare(runs, f"{fork_of}-{at}", home, console, port)
-
-
-def _compare(
-    runs: Sequence[PlannedRun], name: str, home: Path, console: Console, port: int
-) -> None:
-    for warning in _list_warnings(runs):
-        console.print(f"note: {warning}", soft_wrap=True)
-    directory = REPORTS / f"{name}-comparison"
-    echo(train_and_compare(runs, directory=directory, home=home, console=console, port=port))
+        compare_runs(runs, f"{fork_of}-{at}")
 
 
 def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) -> list[Variant]:
@@ -163,102 +162,45 @@ def _list_warnings(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def train_and_compare(
-    runs: Sequence[PlannedRun], *, directory: Path, home: Path, console: Console, port: int
+    runs: Sequence[PlannedRun],
+    *,
+    directory: Path,
+    home: Path,
+    console: Console,
+    port: int,
+    jobs: int = 1,
 ) -> Path:
     """Trains the runs that are not finished; returns the page that compares them all.
 
-    directory: where the page is written, anew after each run. Raises `BapoError` when a run fails.
+    directory: where the page is written, anew after each run. jobs: as in `train_runs`.
+
+    Raises `BapoError` when a run fails.
     """
     from services.report.comparison import write_comparison  # imports matplotlib
 
+    ended: list[EndedRun] = []
     results: list[RunResult] = []
-    for result, was_trained in train_runs(runs, home=home, console=console, port=port):
-        results.append(result)
-        if was_trained or len(results) == len(runs):
-            # A comparison can take hours. The page of the finished runs exists while the others are
-            # trained, and stays if the command is stopped or a run fails.
-            page = write_comparison(results, directory)
-            console.print(f"{len(results)} of {len(runs)} runs compared: {page}")
+    training = train_runs(runs, home=home, console=console, port=port, jobs=jobs)
+    with closing(training):
+        for run in training:
+            if run.error is not None:
+                raise run.error
+            ended.append(run)
+            if run.was_trained or len(ended) == len(runs):
+                # A comparison can take hours. The page of the finished runs exists while the others
+                # are trained, and stays if the command is stopped or a run fails.
+                results = _in_order(ended, runs)
+                page = write_comparison(results, directory)
+                console.print(f"{len(results)} of {len(runs)} runs compared: {page}")
     _print_table(results, console)
     return page
 
 
-def train_runs(
-    runs: Sequence[PlannedRun], *, home: Path, console: Console, port: int
-) -> Generator[tuple[RunResult, bool], None, None]:
-    """Trains the runs that are not finished, one after another, on one stack.
-
-    Yields the result of each run, and whether it was trained. Raises `BapoError` when a run fails.
-    """
-    trained: list[float] = []
-    with find_or_start_stack(home, port) as endpoints:
-        addresses = format_addresses(endpoints, home, with_token=console.is_terminal)
-        console.print(addresses, soft_wrap=True)
-        for number, planned in enumerate(runs, start=1):
-            console.print(
-                f"run {number} of {len(runs)}: {planned.label}, seed "
-                f"{planned.config.seed}{_time_left(trained, len(runs) - number + 1)}",
-            )
-            started = time.monotonic()
-            result, was_trained = _train(planned, endpoints, home, console)
-            if was_trained:
-                trained.append(time.monotonic() - started)
-            yield result, was_trained
-
-
-def _time_left(trained: Sequence[float], runs: int) -> str:
-    """Estimates the time that `runs` more take by the mean of those that were trained."""
-    if not trained:
-        return ""
-    minutes = statistics.mean(trained) * runs / 60
-    return f", about {max(1, round(minutes))} min left"
-
-
-def _train(
-    planned: PlannedRun, endpoints: Endpoints, home: Path, console: Console
-) -> tuple[RunResult, bool]:
-    """Trains a run, or continues it, or reads its results when it is finished.
-
-    Returns its result, and whether it was trained. Raises `BapoError` for a run of this name with
-    another configuration, such as another commit of a data set of the hub.
-    """
-    from services.report.comparison import RunResult  # imports matplotlib
-
-    config = planned.config
-    if planned.fork is None:
-        config = pin_revisions(pin_reward(config))
-    config = pin_model(config, home, open_store=open_local_object_store)
-    run = LocalRun(config, endpoints, home, REPORTS / config.name, console)
-    state = {state.name: state for state in run.client.runs()}.get(config.name)
-    if state is not None and state.config != config:
-        before, now = (
-            {
-                **data_addresses(each),
-                "model.path": each.model.path,
-                "task.reward": each.task.reward,
-            }
-            for each in (state.config, config)
-        )
-        moved = [
-            f"; {key} was {before[key]}, and is {address} now"
-            for key, address in now.items()
-            if key in before and before[key] != address
-        ]
-        raise BapoError(
-            f"run {config.name!r} was started with another configuration; choose another name "
-            f"(name=...){''.join(moved)}"
-        )
-    if state is not None and state.status == "finished":
-        console.print(f"{config.name}: finished already")
-        return RunResult.read(run.client, planned.label), False
-    model = ensure_model(config, home, open_store=open_local_object_store)
-    if state is None and planned.fork is not None:
-        parent = BufferClient(endpoints.buffer_url, endpoints.token, run=planned.fork_of)
-        parent.fork_run(planned.fork)
-    elif state is None:
-        create_run(run, model)
-    execute(run, model)
-    return RunResult.read(run.client, planned.label), True
+def _in_order(ended: Sequence[EndedRun], runs: Sequence[PlannedRun]) -> list[RunResult]:
+    """Returns the results of runs in the order in which the runs were planned."""
+    by_name = {run.planned.config.name: run.result for run in ended}
+    found = [by_name.get(planned.config.name) for planned in runs]
+    return [result for result in found if result is not None]
 
 
 def _print_table(results: Sequence[RunResult], console: Console) -> None:

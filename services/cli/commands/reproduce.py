@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from bapo_core.errors import BapoError
 from services.cli.console import plain_console
 from services.cli.echo import echo
 from services.cli.local_run import REPORTS
-from services.cli.options import json_option, port_option
+from services.cli.options import jobs_option, json_option, port_option
 from services.common.process import stop_on_signals
 from services.reproduction.declarations import SIZES, Declaration, Size, find_items
 from services.reproduction.listing import list_values, render_list
@@ -30,8 +31,6 @@ from services.stack.settings import default_home
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from services.report.comparison import RunResult
 
 FAILURES_IN_A_ROW = 2
 """Failed runs after which the command ends: what they fail of is not their own."""
@@ -58,6 +57,7 @@ FAILURES_IN_A_ROW = 2
 )
 @json_option
 @port_option
+@jobs_option
 def reproduce(
     names: tuple[str, ...],
     listed: bool,
@@ -66,6 +66,7 @@ def reproduce(
     results: Path,
     as_json: bool,
     port: int,
+    jobs: int,
 ) -> None:
     """Run experiments of the papers, and judge what they claim.
 
@@ -74,11 +75,11 @@ def reproduce(
     claim, what it needs, and its state: it holds, it does not hold, it is not decided, or it was
     not run.
 
-    At small size, what is missing is trained on this machine. The same command goes on where it was
-    stopped. The result of each run is a file in `--results`, written when the run ends; experiments
-    that need the same run share it. When all runs of an experiment have results, its claim is
-    judged by their resolution, as `bapo compare` does, and `runs/reproduce-NAME/NAME.html` draws
-    them beside the paper's numbers.
+    At small size, what is missing is trained on this machine, with `--jobs 2` two runs at a time.
+    The same command goes on where it was stopped. The result of each run is a file in `--results`,
+    written when the run ends; experiments that need the same run share it. When all runs of an
+    experiment have results, its claim is judged by their resolution, as `bapo compare` does, and
+    `runs/reproduce-NAME/NAME.html` draws them beside the paper's numbers.
 
     At the paper's size, configurations and the commands that submit them to Kubeflow are written to
     `runs/reproduce-NAME-paper`; nothing is trained. With `BAPO_BUFFER_URL` and `BAPO_TOKEN`, the
@@ -88,7 +89,7 @@ def reproduce(
     Examples:
       bapo reproduce --list
       bapo reproduce --list fig6 r5
-      bapo reproduce ladder
+      bapo reproduce ladder --jobs 2
       bapo reproduce fig6 --seeds 5,6,7,8 --results other-seeds
       bapo reproduce table1b --size paper
     """
@@ -108,7 +109,7 @@ def reproduce(
         _run_on_a_cluster(items, chosen, results, plain_console())
         return
     stop_on_signals("stopping; the same command continues")
-    _run_small(items, chosen, results, plain_console(), port)
+    _run_small(items, chosen, results, plain_console(), port, jobs)
 
 
 def _parse_seeds(seeds: str | None) -> list[int] | None:
@@ -157,52 +158,53 @@ def _run_small(
     results: Path,
     console: Console,
     port: int,
+    jobs: int,
 ) -> None:
     """Trains the runs without results, and judges each experiment when its runs have them."""
-    from services.cli.commands.compare import train_runs
+    from services.cli.shared_runs import share_cores, train_runs
     from services.cli.variants import PlannedRun
 
-    planned = {
+    declared = {
         run.name: run
         for declaration in items.values()
         for run in plan_runs(declaration, "small", seeds)
     }
-    missing = [run for name, run in planned.items() if name not in read_records([run], results)]
+    missing = {
+        name: run for name, run in declared.items() if name not in read_records([run], results)
+    }
     console.print(
-        f"{len(planned) - len(missing)} of {len(planned)} runs have results; the others take about "
-        f"{total_minutes(missing):.0f} min on two idle cores",
+        f"{len(declared) - len(missing)} of {len(declared)} runs have results; the others take "
+        f"about {total_minutes(missing.values()):.0f} min on two idle cores, one at a time",
+        soft_wrap=True,
     )
     finished = _finish(items, "small", set(), seeds, results, console)
     if not missing:
         return
+    share_cores(jobs)
     failed: list[str] = []
     in_a_row = 0
-
-    def train(runs: Sequence[DeclaredRun]) -> Generator[tuple[RunResult, bool], None, None]:
-        planned = [PlannedRun(run.label, run.config()) for run in runs]
-        return train_runs(planned, home=default_home(), console=console, port=port)
-
-    trained = train(missing)
-    while missing:
-        run = missing.pop(0)
-        try:
-            result, _ = next(trained)
-        except BapoError as error:
-            # One run that fails must not keep an unattended night of others from being trained.
-            in_a_row += 1
-            failed.append(run.name)
-            console.print(f"{run.name} ({run.label}) failed: {error}", soft_wrap=True, markup=False)
-            if in_a_row == FAILURES_IN_A_ROW:
-                raise BapoError(
-                    f"{in_a_row} runs in a row failed, the last one with: {error}; the same "
-                    "command continues"
-                ) from error
-            trained = train(missing)
-            continue
-        in_a_row = 0
-        console.print(f"result: {write_record(record_run(run, result), results)}", soft_wrap=True)
-        finished = _finish(items, "small", finished, seeds, results, console)
-    trained.close()  # stops a stack that was started for these runs
+    planned = [PlannedRun(run.label, run.config()) for run in missing.values()]
+    training = train_runs(planned, home=default_home(), console=console, port=port, jobs=jobs)
+    with closing(training):
+        for ended in training:
+            run, error = missing[ended.planned.config.name], ended.error
+            if error is not None or ended.result is None:
+                # One run that fails must not keep an unattended night of others from being trained.
+                in_a_row += 1
+                failed.append(run.name)
+                console.print(
+                    f"{run.name} ({run.label}) failed: {error}", soft_wrap=True, markup=False
+                )
+                if in_a_row == FAILURES_IN_A_ROW:
+                    raise BapoError(
+                        f"{in_a_row} runs in a row failed, the last one with: {error}; the same "
+                        "command continues"
+                    ) from error
+                continue
+            in_a_row = 0
+            path = write_record(record_run(run, ended.result), results)
+            console.print(f"result: {path}", soft_wrap=True)
+            finished = _finish(items, "small", finished, seeds, results, console)
     if failed:
         raise BapoError(f"runs without a result, because they failed: {', '.join(failed)}")
 

@@ -16,9 +16,10 @@ import pytest
 from bapo_core.config import RunConfig
 from bapo_core.config.rollouts import RolloutConfig, VllmConfig
 from services import VERSION
-from services.cli.local_run import engine_threads
+from services.cli.local_run import count_threads, engine_threads
 from services.cli.main import SECTIONS, bapo, main
 from services.cli.options import ConfigArguments, split_config_arguments
+from services.cli.shared_runs import share_cores
 from services.cli.tables import fitting_columns
 
 ROOT = Path(__file__).parents[3]
@@ -231,7 +232,33 @@ def test_a_narrow_table_keeps_the_most_important_columns() -> None:
 
 def test_replicas_of_vllm_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     rollout = RolloutConfig(engine=VllmConfig(), replicas=3)
     assert engine_threads(rollout) == {"OMP_NUM_THREADS": "2"}
     assert engine_threads(rollout.model_copy(update={"replicas": 16})) == {"OMP_NUM_THREADS": "1"}
     assert engine_threads(RolloutConfig(replicas=3)) == {}
+
+
+def test_a_persons_number_of_threads_is_that_of_each_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for value, threads in (("3", 3), ("", 8), ("many", 8), ("0", 8)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert count_threads() == threads, value
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert engine_threads(RolloutConfig(engine=VllmConfig(), replicas=2)) == {
+        "OMP_NUM_THREADS": "2"
+    }
+
+
+def test_runs_that_are_trained_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    for jobs in (1, 3):
+        share_cores(jobs)
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+    for jobs, threads in ((1, None), (3, "2"), (16, "1")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        share_cores(jobs)
+        assert os.environ.get("OMP_NUM_THREADS") == threads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 
 from bapo_core.config import load_config
 from bapo_core.errors import BapoError
-from services.cli import service
-from services.cli.commands import compare
+from services.cli import service, shared_runs
 from services.cli.commands.reproduce import reproduce
+from services.cli.shared_runs import EndedRun
 from services.cli.variants import PlannedRun
 from services.report.comparison import RunResult
 from services.reproduction.declarations import find_items
@@ -115,18 +115,18 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces training; returns the names of the runs that were asked for."""
     names: list[str] = []
 
-    def train_runs(
-        runs: list[PlannedRun], **_: object
-    ) -> Generator[tuple[RunResult, bool], None, None]:
+    def train_runs(runs: list[PlannedRun], **_: object) -> Iterator[EndedRun]:
         for planned in runs:
             names.append(planned.config.name)
             if len(names) == 2:
-                raise BapoError("disk full")
+                yield EndedRun(planned, error=BapoError("disk full"))
+                continue
             higher = 0.2 if planned.label == "bapo" else 0.0
             accuracies = [0.1, 0.3 + higher, 0.3 + higher + 0.001 * planned.config.seed]
-            yield result(planned.label, planned.config.seed, accuracies, 10), True
+            found = result(planned.label, planned.config.seed, accuracies, 10)
+            yield EndedRun(planned, found, was_trained=True)
 
-    monkeypatch.setattr(compare, "train_runs", Mock(side_effect=train_runs))
+    monkeypatch.setattr(shared_runs, "train_runs", Mock(side_effect=train_runs))
     return names
 
 
@@ -154,13 +154,11 @@ def test_a_run_that_fails_keeps_no_other_from_being_trained_and_is_trained_next_
 
 
 def test_two_failures_in_a_row_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train_runs(
-        runs: list[PlannedRun], **_: object
-    ) -> Generator[tuple[RunResult, bool], None, None]:
-        raise BapoError(f"no disk for {runs[0].config.name}")
-        yield
+    def train_runs(runs: list[PlannedRun], **_: object) -> Iterator[EndedRun]:
+        for planned in runs:
+            yield EndedRun(planned, error=BapoError(f"no disk for {planned.config.name}"))
 
-    monkeypatch.setattr(compare, "train_runs", Mock(side_effect=train_runs))
+    monkeypatch.setattr(shared_runs, "train_runs", Mock(side_effect=train_runs))
     message = failed("fig5", "--results", "results")
     second = plan_runs(find_items(["fig5"])["fig5"], "small")[1]
     assert "2 runs in a row failed" in message

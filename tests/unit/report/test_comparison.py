@@ -16,6 +16,7 @@ from rich.console import Console
 from bapo_core.config import load_config
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
+from services.cli import shared_runs
 from services.cli.commands import compare
 from services.cli.variants import PlannedRun, parse_variant, plan_runs
 from services.report.comparison import (
@@ -281,10 +282,14 @@ def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
             raise BapoError("the trainer failed")
         return finished, True
 
-    monkeypatch.setattr(compare, "_train", train)
+    monkeypatch.setattr(shared_runs, "train_run", train)
     endpoints = Mock(buffer_url="http://127.0.0.1:8700", token="t0ken")
-    monkeypatch.setattr(compare, "find_or_start_stack", lambda *_: nullcontext(endpoints))
-    runs = [PlannedRun(label, finished.history.config) for label in ("a", "b")]
+    monkeypatch.setattr(shared_runs, "find_or_start_stack", lambda *_: nullcontext(endpoints))
+    config = finished.history.config
+    runs = [
+        PlannedRun(label, config.model_copy(update={"name": f"compared-{label}"}))
+        for label in ("a", "b")
+    ]
     with pytest.raises(BapoError, match="the trainer failed"):
         compare.train_and_compare(
             runs, directory=tmp_path, home=tmp_path, console=Console(), port=0
