@@ -10,10 +10,11 @@ from services.reproduction.declarations import (
     Declaration,
     PaperNumbers,
     Size,
+    last_question,
     read_items,
 )
 from services.reproduction.listing import STATES, describe_needs, describe_small
-from services.reproduction.plans import plan_runs, total_minutes
+from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
 from services.reproduction.records import RESULTS
 from services.reproduction.states import (
     LabelledRecord,
@@ -32,14 +33,14 @@ HEADER = """# Reproduction
 
 What the two papers claim, and what this project's runs decide of it. Each row is an experiment with
 a name: a table (`table1a`), a figure (`fig6`), or a question of this project (`ladder`, `r1` to
-`r12`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping (arXiv 2510.18927);
-the other tables and figures to batch adaptation (arXiv 2602.20722).
+`{last_question}`). Names that begin with `ac-` belong to the other BAPO, adaptive clipping
+(arXiv 2510.18927); the other tables and figures to batch adaptation (arXiv 2602.20722).
 
 ```
 bapo reproduce --list             # this page, in the terminal
 bapo reproduce fig6               # train what is missing, and draw it beside the paper's numbers
 bapo reproduce fig6 --size paper  # write configurations and pipeline runs for a cluster
-make reproduce-small              # everything: {runs} runs, about {hours} h on two idle cores
+make reproduce-small              # all {runs} runs, two at a time: about {hours} h on two cores
 ```
 
 **Small size** trains models of 0.85 M parameters, mostly on the [tasks for
@@ -77,8 +78,9 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     done = sum(state["paper"].done for state in states.values())
     lines = [
         HEADER.format(
-            hours=f"{total_minutes(runs) / 60:.1f}",
+            hours=f"{total_minutes(runs) * TIME_OF_TWO_AT_A_TIME / 60:.1f}",
             runs=len({run.name for run in runs}),
+            last_question=last_question(),
             papers_size=f"has {done} results" if done else "has not been run by this project",
         ),
         "| state | meaning | experiments |",

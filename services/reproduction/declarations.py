@@ -6,6 +6,7 @@ size, and which differences decide the claim. It holds no code.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -210,6 +211,11 @@ def read_items() -> dict[str, Declaration]:
     """Returns all declarations by name, in the order of the list."""
     names = sorted((path.stem for path in ITEMS.glob(f"*{SUFFIX}")), key=_place)
     return {name: read_declaration(ITEMS / f"{name}{SUFFIX}") for name in names}
+
+
+def last_question() -> str:
+    """Returns the name of the last question of this project, such as `r14`."""
+    return [name for name in read_items() if re.fullmatch(r"r\d+", name)][-1]
 
 
 def find_items(names: Sequence[str]) -> dict[str, Declaration]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.reproduction.declarations import SIZES, Declaration, PaperNumbers
-from services.reproduction.plans import plan_runs, total_minutes
+from services.reproduction.declarations import SIZES, Declaration, PaperNumbers, last_question
+from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
 from services.reproduction.states import (
     describe_result,
     describe_state,
@@ -37,7 +37,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     counts = Counter(state["small"].name for state in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
-        "and questions of this project (ladder, r1 to r12).",
+        f"and questions of this project (ladder, r1 to {last_question()}).",
         "",
         "States at small size:",
         *(f"{counts[name]:4} {name:15} {meaning}" for name, meaning in STATES.items()),
@@ -63,7 +63,8 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
                     lines += _indented("", line)
         lines.append("")
     lines += [
-        f"All of these at small size: about {minutes / 60:.1f} h on two idle cores. Everything: "
+        f"All of these at small size: about {minutes / 60:.1f} h on two idle cores, with "
+        f"`--jobs 2` {minutes * TIME_OF_TWO_AT_A_TIME / 60:.1f} h. Everything: "
         "`make reproduce-small`.",
         "One of them: `bapo reproduce NAME`; with `--size paper`, its runs for a cluster.",
         "What it claims and trains: services/reproduction/items/NAME.yaml.",
