@@ -43,7 +43,7 @@ if PLUG_IN not in _paths:
 
 # The tests' models are too small to gain from several threads, and threads that spin while they
 # wait take the cores of other processes: on a busy machine the tests of the trainer took ten times
-# as long. `bapo run` sets the number of threads of the processes that it starts.
+# as long. What `bapo run` starts has this number, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

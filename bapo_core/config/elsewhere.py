@@ -47,7 +47,7 @@ class WithoutKey(_Names):
     """A setting of other systems that has no key of its own here."""
 
     advice: str
-    """What takes its place."""
+    """What to use in place of the setting."""
 
     def answer(self, name: str) -> str:  # noqa: ARG002
         """Returns what a message says of a name."""

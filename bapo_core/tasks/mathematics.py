@@ -7,10 +7,11 @@ final answer: the rest of the line after the last `####`, as in GSM8K, or what i
 \boxed{...}, as in MATH.
 
 The answer of a response is the content of its last complete \boxed{...}. With `boxed_only: false`,
-that of a response without any \boxed but empty ones is the last expression near its end that
-math-verify extracts. Two answers are equal if they have the same characters, or the same structure
-with equal parts, or the same value (`math_answers`, `math_equality`); docs/verifier.md lists where
-this is generous. A reference answer is read as a whole, or compared as text.
+the answer of a response whose boxes are all empty, or that has none, is the last expression near
+its end that math-verify extracts. Two answers are equal if they have the same characters, or the
+same structure with equal parts, or the same value (`math_answers`, `math_equality`);
+docs/verifier.md lists where this is generous. A reference answer is read as a whole, or compared as
+text.
 """
 
 from __future__ import annotations

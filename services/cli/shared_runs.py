@@ -90,7 +90,7 @@ class _Pace:
         self._began, self._ended, self._trained = time.monotonic(), 0, False
 
     def count(self, ended: EndedRun) -> None:
-        """Counts a run that has ended. Those that were finished from the start tell nothing."""
+        """Counts a run that has ended. Runs that were finished from the start tell nothing."""
         if not self._trained and not ended.was_trained:
             self._began = time.monotonic()
             return

@@ -68,7 +68,7 @@ RUN_NAME_RULE = (
     "a name has lower-case letters, digits and hyphens, begins with a letter, and has at most 63 "
     "characters"
 )
-"""What `RUN_NAME` demands, in words."""
+"""The rule of `RUN_NAME`, as messages state it."""
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""
 LONGEST_REASON = 2000
