@@ -156,3 +156,18 @@ def test_the_page_of_methods_has_what_table_1b_and_figure_9_decide() -> None:
     assert f"re-evaluations ({parts[0]:.3f}) or without replays ({parts[1]:.3f};" in page
     (figure,) = find_state(find_items(["fig9"])["fig9"], "small", RESULTS).results
     assert f"{figure.means['dapo'] / figure.means['bapo']:.1f} times as many responses" in page
+
+
+def test_the_page_of_methods_has_what_table_1a_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    (result,) = find_state(find_items(["table1a"])["table1a"], "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    ahead = {
+        "ahead of BAPO with v = 5 ({}) and of GRPO": ("remix-grpo", "bapo"),
+        "and of GRPO ({}), and BAPO": ("remix-grpo", "grpo"),
+        "a delay of five steps ({}; [Table 1a]": ("bapo", "grpo (v=5)"),
+    }
+    for text, (variant, other) in ahead.items():
+        assert resolution.is_ahead(variant, other), text
+        assert text.format(f"{means[variant] - means[other]:.3f}") in page, text
