@@ -171,3 +171,13 @@ def test_the_page_of_methods_has_what_table_1a_decides() -> None:
     for text, (variant, other) in ahead.items():
         assert resolution.is_ahead(variant, other), text
         assert text.format(f"{means[variant] - means[other]:.3f}") in page, text
+
+
+def test_the_page_of_methods_has_what_figure_10_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    state = find_state(find_items(["fig10"])["fig10"], "small", RESULTS)
+    assert state.name == "holds"
+    (result,) = state.results
+    means = result.means
+    gaussian, uniform = (means["range"] - means[label] for label in ("gaussian", "uniform"))
+    assert f"the Gaussian one ({gaussian:.3f}) and of the uniform one ({uniform:.3f})" in page
