@@ -26,7 +26,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods reproduce-small bench docs tiny-models pictures clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security test-outside lint lock audit compare compare-methods reproduce-small repeat-small bench docs tiny-models pictures clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -221,6 +221,9 @@ compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the s
 # Each run leaves its result in benchmarks/results/reproduction; the same command goes on.
 reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (9 hours on two cores)
 	$(BIN)/bapo reproduce all --size small --jobs 2
+
+repeat-small: $(STAMP) ## run them once more, with as many other seeds, and judge them again (9 hours)
+	$(BIN)/bapo reproduce all --size small --jobs 2 --repeat
 
 bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine

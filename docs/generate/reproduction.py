@@ -13,9 +13,16 @@ from services.reproduction.declarations import (
     last_question,
     read_items,
 )
-from services.reproduction.listing import STATES, describe_needs, describe_small
+from services.reproduction.listing import (
+    STATES,
+    describe_needs,
+    describe_repeat,
+    describe_repeated_differences,
+    describe_small,
+)
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
 from services.reproduction.records import RESULTS
+from services.reproduction.repetitions import compare_states, describe_agreement, is_judged
 from services.reproduction.states import (
     LabelledRecord,
     State,
@@ -41,6 +48,7 @@ bapo reproduce --list             # this page, in the terminal
 bapo reproduce fig6               # train what is missing, and draw it beside the paper's numbers
 bapo reproduce fig6 --size paper  # write configurations and pipeline runs for a cluster
 make reproduce-small              # all {runs} runs, two at a time: about {hours} h on two cores
+make repeat-small                 # the same with as many other seeds
 ```
 
 **Small size** trains models of 0.85 M parameters, mostly on the [tasks for
@@ -53,7 +61,10 @@ each difference has a 95% interval for all pairs of the experiment's variants to
 have the places that a variant may have beside each score. Nothing is judged before all runs of an
 experiment have results, because who looks while they come in, and stops when it suits, decides by
 chance. Each test has its own 95%, so that one of twenty decides something even if no variants
-differ.
+differ. Therefore `bapo reproduce NAME --repeat` trains an experiment again with as many other
+seeds, 5 to 8 after 1 to 4, and judges it by these alone.
+
+{agreement}
 
 An experiment is a file in `services/reproduction/items` with its claim, variants, seeds, tests and
 panels; `bapo reproduce mine.yaml` runs one of your own. The results of each run are a file in
@@ -74,6 +85,8 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
         name: {size: find_state(each, size, results) for size in SIZES}
         for name, each in items.items()
     }
+    repeats = {name: find_state(each.repeated(), "small", results) for name, each in items.items()}
+    agreement = compare_states((states[name]["small"], repeats[name]) for name in items)
     runs = [run for each in items.values() for run in plan_runs(each, "small")]
     done = sum(state["paper"].done for state in states.values())
     lines = [
@@ -81,6 +94,7 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
             hours=f"{total_minutes(runs) * TIME_OF_TWO_AT_A_TIME / 60:.1f}",
             runs=len({run.name for run in runs}),
             last_question=last_question(),
+            agreement=describe_agreement(agreement),
             papers_size=f"has {done} results" if done else "has not been run by this project",
         ),
         "| state | meaning | experiments |",
@@ -89,18 +103,25 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     for name, meaning in STATES.items():
         count = sum(state["small"].name == name for state in states.values())
         lines.append(f"| *{name}* | {meaning} | {count} |")
-    lines += ["", "| | claim | small size | state at small size |", "| --- | --- | --- | --- |"]
+    lines += ["", "| | claim | small size | state at small size | with other seeds |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
     for name, each in items.items():
         state = describe_state(states[name]["small"])
-        lines.append(f"| [{name}](#{name}) | {_cell(each.claim)} | {_minutes(each)} | {state} |")
+        repeat = repeats[name].name if is_judged(repeats[name]) else ""
+        cells = [f"[{name}](#{name})", _cell(each.claim), _minutes(each), state, repeat]
+        lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for name, each in items.items():
-        lines += _section(name, each, states[name], results)
+        lines += _section(name, each, states[name], repeats[name], results)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _section(
-    name: str, declaration: Declaration, states: Mapping[Size, State], results: Path
+    name: str,
+    declaration: Declaration,
+    states: Mapping[Size, State],
+    repeat: State,
+    results: Path,
 ) -> Iterator[str]:
     stop = "" if declaration.title.endswith("?") else "."
     yield from (f"## {name}", "", f"**{declaration.title}{stop}** {declaration.claim}", "")
@@ -114,19 +135,24 @@ def _section(
         yield f"- {declaration.note}"
     for test in declaration.tests:
         yield f"- Test: {_cell(describe_test(test))}"
-    yield from _states(declaration, states, results)
+    yield from _states(declaration, states, repeat, results)
     yield ""
     if declaration.numbers is not None:
         yield from _numbers_table(declaration.numbers)
 
 
-def _states(declaration: Declaration, states: Mapping[Size, State], results: Path) -> Iterator[str]:
+def _states(
+    declaration: Declaration, states: Mapping[Size, State], repeat: State, results: Path
+) -> Iterator[str]:
     for size, state in states.items():
         if size == "paper" and not state.done:
             continue
         yield f"- State at {size} size: **{describe_state(state)}**"
         for each in state.results:
             yield from (f"  - {_cell(line)}" for line in describe_result(each))
+    if is_judged(repeat):
+        yield f"- Again at small size: **{describe_repeat(declaration, repeat)}**"
+        yield from (f"  - {_cell(line)}" for line in describe_repeated_differences(repeat))
     for size, state in states.items():
         if state.results:
             yield ""

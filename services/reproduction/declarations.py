@@ -7,7 +7,7 @@ size, and which differences decide the claim. It holds no code.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -140,6 +140,12 @@ class SizePlan(Section):
     pipeline: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the pipeline, such as `gpus_per_worker`."""
 
+    @property
+    def repeat_seeds(self) -> tuple[int, ...]:
+        """As many seeds after the declared ones, such as 5 to 8 after 1 to 4."""
+        first = max(self.seeds) + 1
+        return tuple(range(first, first + len(self.seeds)))
+
 
 class Declaration(Section):
     """An experiment: a table or a figure of a paper, or a question."""
@@ -192,6 +198,23 @@ class Declaration(Section):
     def variants_at(self, size: str) -> Mapping[str, Mapping[str, Any]]:
         plan = self.plan_at(size)
         return self.variants if plan is None or plan.variants is None else plan.variants
+
+    def with_seeds(self, seeds: Sequence[int]) -> Declaration:
+        """Returns the experiment with other seeds at each of its sizes."""
+        return self._with_seeds_of(lambda _: tuple(seeds))
+
+    def repeated(self) -> Declaration:
+        """Returns the experiment with as many other seeds: the same, independently."""
+        return self._with_seeds_of(lambda plan: plan.repeat_seeds)
+
+    def _with_seeds_of(self, choose: Callable[[SizePlan], tuple[int, ...]]) -> Declaration:
+        plans = {size: plan for size in SIZES if (plan := self.plan_at(size)) is not None}
+        return self.model_copy(
+            update={
+                size: plan.model_copy(update={"seeds": choose(plan)})
+                for size, plan in plans.items()
+            }
+        )
 
 
 def read_declaration(path: Path) -> Declaration:

@@ -8,9 +8,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.reproduction.declarations import SIZES, Declaration, PaperNumbers, last_question
+from services.reproduction.declarations import (
+    SIZES,
+    Declaration,
+    PaperNumbers,
+    Size,
+    last_question,
+)
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
+from services.reproduction.repetitions import compare_states, describe_agreement, is_judged
 from services.reproduction.states import (
+    State,
+    describe_judgement,
     describe_result,
     describe_state,
     find_state,
@@ -34,6 +43,8 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         name: {size: find_state(each, size, results) for size in SIZES}
         for name, each in items.items()
     }
+    repeats = {name: find_state(each.repeated(), "small", results) for name, each in items.items()}
+    agreement = compare_states((states[name]["small"], repeats[name]) for name in items)
     counts = Counter(state["small"].name for state in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
@@ -42,30 +53,15 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         "States at small size:",
         *(f"{counts[name]:4} {name:15} {meaning}" for name, meaning in STATES.items()),
         "",
+        *textwrap.wrap(describe_agreement(agreement), WIDTH),
+        "",
     ]
     for name, declaration in items.items():
-        lines += [f"{name}: {declaration.title}", *_indented("claim", declaration.claim)]
-        if declaration.numbers is None:
-            lines += _indented("source", declaration.source)
-        else:
-            lines += _indented("paper", _numbers_text(declaration.numbers))
-        if declaration.needs is not None:
-            lines += _indented("needs", describe_needs(declaration))
-        lines += _indented("small", describe_small(declaration))
-        if isinstance(declaration.paper, str):
-            lines += _indented("full", declaration.paper)
-        for size, state in states[name].items():
-            if size == "paper" and not state.done:
-                continue
-            lines += _indented("state", f"{describe_state(state)} at {size} size")
-            for result in state.results:
-                for line in describe_result(result):
-                    lines += _indented("", line)
-        lines.append("")
+        lines += _describe_item(name, declaration, states[name], repeats[name])
     lines += [
         f"All of these at small size: about {minutes / 60:.1f} h on two idle cores, with "
         f"`--jobs 2` {minutes * TIME_OF_TWO_AT_A_TIME / 60:.1f} h. Everything: "
-        "`make reproduce-small`.",
+        "`make reproduce-small`; with as many other seeds, and as long: `make repeat-small`.",
         "One of them: `bapo reproduce NAME`; with `--size paper`, its runs for a cluster.",
         "What it claims and trains: services/reproduction/items/NAME.yaml.",
         f"Results: {len(list(results.glob('*.json')))} files in {results}.",
@@ -73,11 +69,39 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     return "\n".join(lines)
 
 
+def _describe_item(
+    name: str, declaration: Declaration, states: Mapping[Size, State], repeat: State
+) -> list[str]:
+    lines = [f"{name}: {declaration.title}", *_indented("claim", declaration.claim)]
+    if declaration.numbers is None:
+        lines += _indented("source", declaration.source)
+    else:
+        lines += _indented("paper", _numbers_text(declaration.numbers))
+    if declaration.needs is not None:
+        lines += _indented("needs", describe_needs(declaration))
+    lines += _indented("small", describe_small(declaration))
+    if isinstance(declaration.paper, str):
+        lines += _indented("full", declaration.paper)
+    for size, state in states.items():
+        if size == "paper" and not state.done:
+            continue
+        lines += _indented("state", f"{describe_state(state)} at {size} size")
+        for result in state.results:
+            for line in describe_result(result):
+                lines += _indented("", line)
+    if is_judged(repeat):
+        lines += _indented("again", describe_repeat(declaration, repeat))
+        for line in describe_repeated_differences(repeat):
+            lines += _indented("", line)
+    return [*lines, ""]
+
+
 def list_values(items: Mapping[str, Declaration], results: Path) -> list[dict[str, Any]]:
     """Returns the list of experiments as values of JSON."""
     values = []
     for name, declaration in items.items():
         state = find_state(declaration, "small", results)
+        repeat = find_state(declaration.repeated(), "small", results)
         runs = plan_runs(declaration, "small")
         values.append(
             {
@@ -89,9 +113,30 @@ def list_values(items: Mapping[str, Declaration], results: Path) -> list[dict[st
                 "done": state.done,
                 "minutes": total_minutes(runs),
                 "results": [describe_result(result) for result in state.results],
+                "repeat": {
+                    "state": repeat.name,
+                    "done": repeat.done,
+                    "results": [describe_result(result) for result in repeat.results],
+                },
             }
         )
     return values
+
+
+def describe_repeat(declaration: Declaration, repeat: State) -> str:
+    """Says the state of a repetition, and its seeds."""
+    plan = declaration.plan_at("small")
+    assert plan is not None
+    return f"{describe_state(repeat)} with seeds {', '.join(map(str, plan.repeat_seeds))}"
+
+
+def describe_repeated_differences(repeat: State) -> list[str]:
+    """Says, a line each, the differences of a repetition that its tests are about."""
+    return [
+        describe_judgement(judgement)
+        for result in repeat.results
+        for judgement in result.judgements
+    ]
 
 
 def describe_needs(declaration: Declaration) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -75,19 +75,17 @@ def _digest_weights(model: str) -> str | None:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
-def plan_runs(
-    declaration: Declaration, size: Size, seeds: Sequence[int] | None = None
-) -> list[DeclaredRun]:
+def plan_runs(declaration: Declaration, size: Size) -> list[DeclaredRun]:
     """Returns the runs of a declaration, all variants with the first seed first.
 
-    seeds: replace those of the declaration. None are planned if it has no plan at this size.
+    There are none if it has no plan at this size.
     """
     plan = declaration.plan_at(size)
     if plan is None:
         return []
     return [
         DeclaredRun(label, plan.setup, seed, merge(plan.overrides, changes), plan.minutes)
-        for seed in seeds or plan.seeds
+        for seed in plan.seeds
         for label, changes in declaration.variants_at(size).items()
     ]
 

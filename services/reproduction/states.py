@@ -61,23 +61,19 @@ class LabelledRecord:
     record: RecordedRun
 
 
-def read_labelled(
-    declaration: Declaration, size: Size, directory: Path, seeds: Sequence[int] | None = None
-) -> list[LabelledRecord]:
+def read_labelled(declaration: Declaration, size: Size, directory: Path) -> list[LabelledRecord]:
     """Returns the results of an experiment's runs, in the order of the plan."""
-    planned = plan_runs(declaration, size, seeds)
+    planned = plan_runs(declaration, size)
     records = read_records(planned, directory)
     return [LabelledRecord(run.label, records[run.name]) for run in planned if run.name in records]
 
 
-def find_state(
-    declaration: Declaration, size: Size, directory: Path, seeds: Sequence[int] | None = None
-) -> State:
+def find_state(declaration: Declaration, size: Size, directory: Path) -> State:
     """Returns the state of an experiment. Raises `BapoError` for results that are not its own."""
-    planned: list[DeclaredRun] = plan_runs(declaration, size, seeds)
+    planned: list[DeclaredRun] = plan_runs(declaration, size)
     if not planned:
         return State(NO_EXPERIMENT, 0, 0)
-    results = read_labelled(declaration, size, directory, seeds)
+    results = read_labelled(declaration, size, directory)
     if len(results) < len(planned):
         return State(NOT_RUN, len(planned), len(results))
     return judge(declaration, results)
@@ -220,11 +216,7 @@ def describe_result(result: TestResult) -> list[str]:
         f"{describe_test(result.test)}: "
         + "; ".join(f"{label} {_number(value)}" for label, value in result.means.items())
     ]
-    for each in result.judgements:
-        lines.append(
-            f"{each.variant} - {each.other} = {_number(each.difference, signed=True)} "
-            f"± {_number(each.threshold)}: {each.verdict}"
-        )
+    lines += map(describe_judgement, result.judgements)
     resolution = result.resolution
     if resolution is None:
         lines.append("one seed, or one variant: nothing shows how far repetitions of a run differ")
@@ -240,6 +232,14 @@ def describe_result(result: TestResult) -> list[str]:
         f"decided (95% for all pairs together){seeds}"
     )
     return lines
+
+
+def describe_judgement(judgement: Judgement) -> str:
+    """Says a difference with its 95% interval, and what it decides."""
+    return (
+        f"{judgement.variant} - {judgement.other} = {_number(judgement.difference, signed=True)} "
+        f"± {_number(judgement.threshold)}: {judgement.verdict}"
+    )
 
 
 def _number(value: float, *, signed: bool = False) -> str:

@@ -49,6 +49,11 @@ FAILURES_IN_A_ROW = 2
     "--seeds", metavar="LIST", help="Seeds in place of the declared ones, separated by commas."
 )
 @click.option(
+    "--repeat",
+    is_flag=True,
+    help="Repeat with as many other seeds, which follow on the declared ones.",
+)
+@click.option(
     "--results",
     type=click.Path(path_type=Path, file_okay=False),
     default=RESULTS,
@@ -63,6 +68,7 @@ def reproduce(
     listed: bool,
     size: Size,
     seeds: str | None,
+    repeat: bool,
     results: Path,
     as_json: bool,
     port: int,
@@ -79,7 +85,8 @@ def reproduce(
     The same command goes on where it was stopped. The result of each run is a file in `--results`,
     written when the run ends; experiments that need the same run share it. When all runs of an
     experiment have results, its claim is judged by their resolution, as `bapo compare` does, and
-    `runs/reproduce-NAME/NAME.html` draws them beside the paper's numbers.
+    `runs/reproduce-NAME/NAME.html` draws them beside the paper's numbers. `--repeat` does the same
+    with as many other seeds, which judge the claim once more.
 
     At the paper's size, configurations and the commands that submit them to Kubeflow are written to
     `runs/reproduce-NAME-paper`; nothing is trained. With `BAPO_BUFFER_URL` and `BAPO_TOKEN`, the
@@ -90,26 +97,40 @@ def reproduce(
       bapo reproduce --list
       bapo reproduce --list fig6 r5
       bapo reproduce ladder --jobs 2
-      bapo reproduce fig6 --seeds 5,6,7,8 --results other-seeds
+      bapo reproduce fig6 --repeat --jobs 2
       bapo reproduce table1b --size paper
     """
     if not names and not listed:
         raise click.UsageError(
             "name an experiment, or `all` of them; `bapo reproduce --list` shows them"
         )
+    chosen = _parse_seeds(seeds)
+    if chosen is not None and repeat:
+        raise click.UsageError("--repeat chooses the seeds; give it or --seeds, not both")
+    if listed and (chosen is not None or repeat):
+        raise click.UsageError(
+            "--list shows the states with the declared seeds and those of their repetition; leave "
+            "--seeds and --repeat out"
+        )
     items = find_items(names)
     if listed:
         echo(json.dumps(list_values(items, results)) if as_json else render_list(items, results))
         _warn_of_unknown_files(names, items, results)
         return
-    chosen = _parse_seeds(seeds)
+    suffix = ""
+    if chosen is not None:
+        items = {name: each.with_seeds(chosen) for name, each in items.items()}
+        suffix = f"-seeds-{'-'.join(map(str, chosen))}"
+    elif repeat:
+        items = {name: each.repeated() for name, each in items.items()}
+        suffix = "-repeat"
     for name, declaration in items.items():
         _refuse_missing_size(name, declaration, size, several=len(items) > 1)
     if size == "paper":
-        _run_on_a_cluster(items, chosen, results, plain_console())
+        _run_on_a_cluster(items, suffix, results, plain_console())
         return
     stop_on_signals("stopping; the same command continues")
-    _run_small(items, chosen, results, plain_console(), port, jobs)
+    _run_small(items, suffix, results, plain_console(), port, jobs)
 
 
 def _parse_seeds(seeds: str | None) -> list[int] | None:
@@ -139,7 +160,13 @@ def _warn_of_unknown_files(
     """Says which results no declaration asks for, once all declarations are known."""
     if names:
         return
-    declared = [run for each in items.values() for size in SIZES for run in plan_runs(each, size)]
+    declared = [
+        run
+        for each in items.values()
+        for declaration in (each, each.repeated())
+        for size in SIZES
+        for run in plan_runs(declaration, size)
+    ]
     unknown = unknown_files(declared, results)
     if unknown:
         echo(
@@ -154,7 +181,7 @@ def _warn_of_unknown_files(
 
 def _run_small(
     items: Mapping[str, Declaration],
-    seeds: Sequence[int] | None,
+    suffix: str,
     results: Path,
     console: Console,
     port: int,
@@ -165,9 +192,7 @@ def _run_small(
     from services.cli.variants import PlannedRun
 
     declared = {
-        run.name: run
-        for declaration in items.values()
-        for run in plan_runs(declaration, "small", seeds)
+        run.name: run for declaration in items.values() for run in plan_runs(declaration, "small")
     }
     missing = {
         name: run for name, run in declared.items() if name not in read_records([run], results)
@@ -177,7 +202,7 @@ def _run_small(
         f"about {total_minutes(missing.values()):.0f} min on two idle cores, one at a time",
         soft_wrap=True,
     )
-    finished = _finish(items, "small", set(), seeds, results, console)
+    finished = _finish(items, suffix, "small", set(), results, console)
     if not missing:
         return
     share_cores(jobs)
@@ -204,21 +229,22 @@ def _run_small(
             in_a_row = 0
             path = write_record(record_run(run, ended.result), results)
             console.print(f"result: {path}", soft_wrap=True)
-            finished = _finish(items, "small", finished, seeds, results, console)
+            finished = _finish(items, suffix, "small", finished, results, console)
     if failed:
         raise BapoError(f"runs without a result, because they failed: {', '.join(failed)}")
 
 
 def _finish(
     items: Mapping[str, Declaration],
+    suffix: str,
     size: Size,
     finished: set[str],
-    seeds: Sequence[int] | None,
     results: Path,
     console: Console,
 ) -> set[str]:
     """Prints the states of experiments whose runs all have results, and writes their pages.
 
+    suffix: ends the names of the pages' directories; pages with other seeds are kept apart.
     finished: names of experiments that are left as they are. Returns them with the names that were
     added.
     """
@@ -227,11 +253,11 @@ def _finish(
     for name, declaration in items.items():
         if name in finished:
             continue
-        state = find_state(declaration, size, results, seeds)
+        state = find_state(declaration, size, results)
         if not state.runs or state.done < state.runs:
             continue
-        path = REPORTS / f"reproduce-{name}" / f"{name}.html"
-        records = read_labelled(declaration, size, results, seeds)
+        path = REPORTS / f"reproduce-{name}{suffix}" / f"{name}.html"
+        records = read_labelled(declaration, size, results)
         write_page(name, declaration, size, records, state, path)
         console.print(f"{name}: {declaration.claim}", soft_wrap=True, markup=False)
         console.print(f"{name}: {describe_state(state)}", soft_wrap=True)
@@ -248,13 +274,13 @@ def _finish(
 
 def _run_on_a_cluster(
     items: Mapping[str, Declaration],
-    seeds: Sequence[int] | None,
+    suffix: str,
     results: Path,
     console: Console,
 ) -> None:
     """Keeps the results of runs that have finished, judges, and writes what is left to submit."""
     for name, declaration in items.items():
-        runs = plan_runs(declaration, "paper", seeds)
+        runs = plan_runs(declaration, "paper")
         _collect([run for run in runs if run.name not in read_records([run], results)], results)
         missing = [run for run in runs if run.name not in read_records([run], results)]
         if missing:
@@ -263,7 +289,7 @@ def _run_on_a_cluster(
                 f"are submitted by {_write_cluster_runs(name, declaration, missing)}",
                 soft_wrap=True,
             )
-    _finish(items, "paper", set(), seeds, results, console)
+    _finish(items, suffix, "paper", set(), results, console)
 
 
 def _collect(runs: Sequence[DeclaredRun], results: Path) -> None:

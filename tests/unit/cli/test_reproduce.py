@@ -59,6 +59,9 @@ def test_wrong_arguments_are_refused_with_the_remedy() -> None:
     assert "has no experiment at paper size" in failed("r1", "--size", "paper")
     assert "are not whole numbers" in failed("fig9", "--seeds", "1,two")
     assert "has a seed twice" in failed("fig9", "--seeds", "1,1")
+    assert "give it or --seeds, not both" in failed("fig9", "--seeds", "5", "--repeat")
+    assert "leave --seeds and --repeat out" in failed("--list", "--seeds", "5")
+    assert "leave --seeds and --repeat out" in failed("--list", "--repeat")
     assert "'small', 'paper'" in failed("fig9", "--size", "large")
 
 
@@ -75,7 +78,7 @@ def test_the_papers_size_is_written_as_configurations_and_pipeline_runs(tmp_path
     directory = tmp_path / "runs/reproduce-r6-paper"
     script = (directory / "submit.sh").read_text()
     declaration = find_items(["r6"])["r6"]
-    for run in plan_runs(declaration, "paper", [1]):
+    for run in plan_runs(declaration.with_seeds([1]), "paper"):
         path = directory / f"{run.name}.yaml"
         assert load_config(path, []) == run.config()
         assert yaml.safe_load(path.read_text())["name"] == run.name
@@ -87,7 +90,7 @@ def test_results_of_finished_runs_at_the_papers_size_are_read_from_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declaration = find_items(["r9"])["r9"]
-    runs = plan_runs(declaration, "paper", [1, 2])
+    runs = plan_runs(declaration.with_seeds([1, 2]), "paper")
     labels = {run.name: run.label for run in runs}
     states = [Mock(status="finished" if index else "running") for index in range(len(runs))]
     for state, run in zip(states, runs, strict=True):
@@ -135,7 +138,7 @@ def test_a_run_that_fails_keeps_no_other_from_being_trained_and_is_trained_next_
 ) -> None:
     results = tmp_path / "results"
     arguments = ("fig5", "--seeds", "1,2", "--results", str(results))
-    runs = [run.name for run in plan_runs(find_items(["fig5"])["fig5"], "small", [1, 2])]
+    runs = [run.name for run in plan_runs(find_items(["fig5"])["fig5"].with_seeds([1, 2]), "small")]
     assert f"because they failed: {runs[1]}" in failed(*arguments)
     assert trained == runs
     assert [path.stem for path in sorted(results.iterdir())] == sorted({*runs} - {runs[1]})
@@ -145,12 +148,29 @@ def test_a_run_that_fails_keeps_no_other_from_being_trained_and_is_trained_next_
     assert trained[4:] == [runs[1]]
     assert "fig5: holds (4 runs)" in done.output
     assert "bapo - grpo = +0.200" in done.output
-    assert (tmp_path / "runs/reproduce-fig5/fig5.html").is_file()
+    assert (tmp_path / "runs/reproduce-fig5-seeds-1-2/fig5.html").is_file()
     # With all results, nothing is trained, and the page is drawn again.
     again = call(*arguments)
     assert "4 of 4 runs have results" in again.output
     assert "fig5: holds (4 runs)" in again.output
     assert len(trained) == 5
+
+
+def test_a_repetition_has_other_seeds_and_a_page_of_its_own(
+    trained: list[str], tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    runs = [run.name for run in plan_runs(find_items(["fig5"])["fig5"].repeated(), "small")]
+    failed("fig5", "--repeat", "--results", str(results))
+    done = call("fig5", "--repeat", "--results", str(results))
+    assert "fig5: holds (8 runs)" in done.output
+    assert {*trained} == {*runs}
+    assert (tmp_path / "runs/reproduce-fig5-repeat/fig5.html").is_file()
+    assert not (tmp_path / "runs/reproduce-fig5").exists()
+    (listed,) = json.loads(call("--list", "--json", "fig5", "--results", str(results)).output)
+    assert (listed["state"], listed["done"]) == ("not run", 0)
+    assert (listed["repeat"]["state"], listed["repeat"]["done"]) == ("holds", 8)
+    assert "belong to no declared run" not in call("--list", "--results", str(results)).stderr
 
 
 def test_two_failures_in_a_row_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from services.reproduction.declarations import (
     SIZES,
     Declaration,
     Size,
+    SizePlan,
     find_items,
     read_declaration,
     read_items,
@@ -135,6 +137,29 @@ def test_table_3_has_the_defaults() -> None:
     assert (config.sync.every, config.sync.reevaluate_every) == (5, 5)
     assert (config.kl.coefficient, config.loss.entropy_coefficient) == (0.001, 0.001)
     assert (config.reevaluate.c1, config.seed) == (1 / 8, 42)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repetition_is_the_experiment_with_as_many_other_seeds(name: str) -> None:
+    declaration = declared(name)
+    repeated = declaration.repeated()
+    for size in SIZES:
+        runs, others = plan_runs(declaration, size), plan_runs(repeated, size)
+        assert [run.label for run in others] == [run.label for run in runs]
+        assert [run.changes for run in others] == [run.changes for run in runs]
+        assert {run.seed for run in others}.isdisjoint({run.seed for run in runs})
+        plan = declaration.plan_at(size)
+        if plan is not None:
+            assert len({run.seed for run in others}) == len(plan.seeds)
+            assert repeated.with_seeds(plan.seeds).plan_at(size) == plan
+
+
+def test_the_seeds_of_a_repetition_follow_on_the_declared_ones() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        seeds = tuple(rng.sample(range(1000), rng.randint(1, 6)))
+        plan = SizePlan(setup="sorting", seeds=seeds)
+        assert plan.repeat_seeds == tuple(max(seeds) + 1 + index for index in range(len(seeds)))
 
 
 def write(tmp_path: Path, text: str) -> Path:

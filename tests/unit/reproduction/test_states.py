@@ -142,7 +142,7 @@ def test_nothing_is_judged_before_all_runs_have_results(
     state = find_state(declaration, "small", tmp_path)
     assert (state.name, state.done, state.results) == ("not run", 7, ())
     # The seeds that are complete are an experiment of their own.
-    assert find_state(declaration, "small", tmp_path, [1, 2, 3]).name == "holds"
+    assert find_state(declaration.with_seeds([1, 2, 3]), "small", tmp_path).name == "holds"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_claim_is_judged_by_decided_differences(
 
 def test_one_seed_decides_nothing(declaration: Declaration, tmp_path: Path) -> None:
     write_results(declaration, tmp_path, ahead)
-    state = find_state(declaration, "small", tmp_path, [1])
+    state = find_state(declaration.with_seeds([1]), "small", tmp_path)
     assert state.name == "not decided"
     assert "one seed" in describe_result(state.results[0])[-1]
 
@@ -295,8 +295,10 @@ def test_the_page_of_every_experiment_is_drawn_from_the_committed_results(
     name: str, seeds: tuple[int, ...] | None, tmp_path: Path
 ) -> None:
     declaration = read_items()[name]
-    results = read_labelled(declaration, "small", COMMITTED, seeds)
-    state = find_state(declaration, "small", COMMITTED, seeds)
+    if seeds is not None:
+        declaration = declaration.with_seeds(seeds)
+    results = read_labelled(declaration, "small", COMMITTED)
+    state = find_state(declaration, "small", COMMITTED)
     write_page(name, declaration, "small", results, state, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     drawn = {each.label for each in results}
@@ -316,6 +318,44 @@ def test_lists_have_the_state_and_its_numbers(declaration: Declaration, tmp_path
     assert (values["state"], values["done"], values["minutes"]) == ("holds", 8, 8)
     page = render_page(items, tmp_path)
     assert "| [fig0](#fig0) | The new rule is ahead of the old one. | 8 runs, 8 min | holds" in page
+
+
+@pytest.mark.parametrize(
+    ("again", "verdict", "counted"),
+    [
+        (0.1, "holds", "1 alike and 0 the other way, and leave 0 open"),
+        (-0.1, "does not hold", "0 alike and 1 the other way, and leave 0 open"),
+        (0.0, "not decided", "0 alike and 0 the other way, and leave 1 open"),
+    ],
+)
+def test_a_repetition_is_judged_by_its_own_runs(
+    declaration: Declaration, tmp_path: Path, again: float, verdict: str, counted: str
+) -> None:
+    items = {"fig0": declaration}
+    write_results(declaration, tmp_path, ahead, noise=0.001)
+    assert "No experiment has been repeated" in render_list(items, tmp_path)
+    assert "| holds (8 runs) |  |" in render_page(items, tmp_path)
+
+    def final(run: DeclaredRun, error: float) -> float:
+        return 0.4 + (again if run.label == "new" else 0.0) + error
+
+    write_results(declaration.repeated(), tmp_path, final, noise=0.01)
+    listed = render_list(items, tmp_path)
+    page = render_page(items, tmp_path)
+    assert "state  holds (8 runs) at small size" in listed
+    assert f"again  {verdict} (8 runs) with seeds 5, 6, 7, 8" in listed
+    assert counted in " ".join(listed.split())
+    assert counted in page
+    assert f"{int(verdict == 'holds')} of them have the same state" in page
+    assert f"| holds (8 runs) | {verdict} |" in page
+    assert f"**{verdict} (8 runs) with seeds 5, 6, 7, 8**" in page
+    (values,) = list_values(items, tmp_path)
+    assert (values["state"], values["repeat"]["state"]) == ("holds", verdict)
+    # A run less, and the repetition is judged no longer.
+    *_, last = plan_runs(declaration.repeated(), "small")
+    (tmp_path / f"{last.name}.json").unlink()
+    assert "No experiment has been repeated" in render_list(items, tmp_path)
+    assert list_values(items, tmp_path)[0]["repeat"]["done"] == 7
 
 
 def test_a_table_has_the_means_the_spread_and_the_places(
@@ -341,7 +381,11 @@ def test_a_table_has_the_means_the_spread_and_the_places(
 
 def test_the_committed_results_belong_to_declared_runs() -> None:
     declared = [
-        run for each in read_items().values() for size in SIZES for run in plan_runs(each, size)
+        run
+        for each in read_items().values()
+        for declaration in (each, each.repeated())
+        for size in SIZES
+        for run in plan_runs(declaration, size)
     ]
     assert unknown_files(declared, COMMITTED) == []
     read_records(declared, COMMITTED)
