@@ -180,3 +180,22 @@ def test_the_page_of_methods_has_what_figure_10_decides() -> None:
     means = result.means
     gaussian, uniform = (means["range"] - means[label] for label in ("gaussian", "uniform"))
     assert f"the Gaussian one ({gaussian:.3f}) and of the uniform one ({uniform:.3f})" in page
+
+
+def test_the_page_of_methods_has_what_r4_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    (result,) = find_state(find_items(["r4"])["r4"], "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    behind = ("falling window", "the authors' window", "replays of the last step alone")
+    assert all(resolution.is_ahead("all mixed groups", label) for label in behind)
+    falling, authors, last = (means["all mixed groups"] - means[label] for label in behind)
+    assert f"a falling window ({falling:.3f}), in the authors' window ({authors:.3f})" in page
+    assert f"the last step alone ({last:.3f}; [R4]" in page
+    open_labels = ("decoupled", "ratio to the sampler", "falling window")
+    for label in open_labels:
+        assert not resolution.is_ahead(label, "bapo")
+        assert not resolution.is_ahead("bapo", label)
+    decoupled, sampler, window = (means[label] - means["bapo"] for label in open_labels)
+    assert f"`decoupled` ({decoupled:.3f}), a ratio to the sampler ({sampler:.3f})" in page
+    assert f"a falling window (−{-window:.3f})" in page
