@@ -199,3 +199,22 @@ def test_the_page_of_methods_has_what_r4_decides() -> None:
     decoupled, sampler, window = (means[label] - means["bapo"] for label in open_labels)
     assert f"`decoupled` ({decoupled:.3f}), a ratio to the sampler ({sampler:.3f})" in page
     assert f"a falling window (−{-window:.3f})" in page
+
+
+def test_the_page_of_methods_has_what_figure_6_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    state = find_state(find_items(["fig6"])["fig6"], "small", RESULTS)
+    assert state.name == "does not hold"
+    (result,) = state.results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    early, late = "c2 = 1/8, c3 = 2/8", "c2 = 4/8, c3 = 5/8"
+    assert resolution.is_ahead(early, "bapo")
+    assert resolution.is_ahead(early, late)
+    assert f"ahead of the moving one ({means[early] - means['bapo']:.3f})" in page
+    assert f"c3 = 5/8 ({means[early] - means[late]:.3f}; [Figure 6]" in page
+    for label in ("m = 1", "v = 10"):
+        assert not resolution.is_ahead(label, "bapo")
+        assert not resolution.is_ahead("bapo", label)
+    often, delayed = (means[label] - means["bapo"] for label in ("m = 1", "v = 10"))
+    assert f"in each step ({often:.3f}) or a delay of ten steps (−{-delayed:.3f})" in page
