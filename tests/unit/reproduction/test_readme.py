@@ -218,3 +218,29 @@ def test_the_page_of_methods_has_what_figure_6_decides() -> None:
         assert not resolution.is_ahead("bapo", label)
     often, delayed = (means[label] - means["bapo"] for label in ("m = 1", "v = 10"))
     assert f"in each step ({often:.3f}) or a delay of ten steps (−{-delayed:.3f})" in page
+
+
+def test_the_pages_have_what_r15_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    (result,) = find_state(find_items(["r15"])["r15"], "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    rule = "replays of the last 256 mixed groups"
+    difference = {label: means[rule] - value for label, value in means.items()}
+    behind = ("arpo", "replays, adaptive clipping", "replays, rollouts one step ahead")
+    for label in means:
+        assert resolution.is_ahead(rule, label) == (label in behind), label
+        assert not resolution.is_ahead(label, rule)
+    arpo, clipping, ahead = (f"{difference[label]:.3f}" for label in behind)
+    assert f"ARPO ({arpo}), and loses by adaptive clipping ({clipping}) and by" in page
+    assert f"one step ahead of the trainer ({ahead}; [R15]" in page
+    maxrl, remix = f"{difference['maxrl']:.3f}", f"{difference['remix-grpo']:.3f}"
+    assert f"ahead of MaxRL ({maxrl}) or of Remix-GRPO ({remix})" in page
+    posteriors = -difference["replays, prompts by their posteriors"]
+    gains = difference["replays, re-evaluations that count any gain in the window"]
+    assert (
+        f"choose ({posteriors:.3f}) or by re-evaluations that count any gain (−{gains:.3f};" in page
+    )
+    readme = " ".join(README.split())
+    smallest = f"{resolution.smallest_difference:.3f}"
+    assert f"({maxrl} and {remix} behind; ARPO is {arpo} behind, and above {smallest}" in readme
