@@ -244,3 +244,19 @@ def test_the_pages_have_what_r15_decides() -> None:
     readme = " ".join(README.split())
     smallest = f"{resolution.smallest_difference:.3f}"
     assert f"({maxrl} and {remix} behind; ARPO is {arpo} behind, and above {smallest}" in readme
+
+
+def test_the_page_of_methods_has_what_r16_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    result, *_ = find_state(find_items(["r16"])["r16"], "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    maxrl, both = "maxrl with BAPO's loss", "replays, MaxRL"
+    grpo, rule = "grpo with BAPO's loss", "replays of the last 256 mixed groups"
+    assert resolution.is_ahead(maxrl, grpo)
+    assert resolution.is_ahead(both, maxrl)
+    assert not resolution.is_ahead(both, rule)
+    assert f"with the same loss ({means[maxrl] - means[grpo]:.3f}), and with" in page
+    assert f"themselves without ({means[both] - means[maxrl]:.3f}; [R16]" in page
+    smallest = f"{resolution.smallest_difference:.3f}"
+    assert f"replays with GRPO's ({means[both] - means[rule]:.3f} ± {smallest}; [R16]" in page
