@@ -246,17 +246,28 @@ def test_the_pages_have_what_r15_decides() -> None:
     assert f"({maxrl} and {remix} behind; ARPO is {arpo} behind, and above {smallest}" in readme
 
 
-def test_the_page_of_methods_has_what_r16_decides() -> None:
+def test_the_pages_have_what_r16_and_r17_decide() -> None:
     page = (ROOT / "docs/choosing-a-method.md").read_text()
-    result, *_ = find_state(find_items(["r16"])["r16"], "small", RESULTS).results
-    means, resolution = result.means, result.resolution
-    assert resolution is not None
     maxrl, both = "maxrl with BAPO's loss", "replays, MaxRL"
     grpo, rule = "grpo with BAPO's loss", "replays of the last 256 mixed groups"
-    assert resolution.is_ahead(maxrl, grpo)
-    assert resolution.is_ahead(both, maxrl)
-    assert not resolution.is_ahead(both, rule)
-    assert f"with the same loss ({means[maxrl] - means[grpo]:.3f}), and with" in page
-    assert f"themselves without ({means[both] - means[maxrl]:.3f}; [R16]" in page
-    smallest = f"{resolution.smallest_difference:.3f}"
-    assert f"replays with GRPO's ({means[both] - means[rule]:.3f} ± {smallest}; [R16]" in page
+    gains, additions, smallest = [], [], []
+    for name in ("r16", "r17"):
+        result, *_ = find_state(find_items([name])[name], "small", RESULTS).results
+        means, resolution = result.means, result.resolution
+        assert resolution is not None
+        assert resolution.is_ahead(both, maxrl)
+        assert not resolution.is_ahead(both, rule)
+        assert not resolution.is_ahead(rule, both)
+        assert resolution.is_ahead(maxrl, grpo) == (name == "r16")
+        if name == "r16":
+            assert f"with the same loss ({means[maxrl] - means[grpo]:.3f}), and with" in page
+        gains.append(f"{means[both] - means[maxrl]:.3f}")
+        additions.append(means[both] - means[rule])
+        smallest.append(f"{resolution.smallest_difference:.3f}")
+    assert f"themselves without ({gains[0]}; [R16]" in page
+    assert f"without replays as well ({gains[1]}; [R17]" in page
+    assert f"with GRPO's, here ({additions[0]:.3f} ± {smallest[0]}; [R16]" in page
+    assert f"on another task (−{-additions[1]:.3f} ± {smallest[1]}; [R17]" in page
+    readme = " ".join(README.split())
+    assert f"by {gains[0]} on sorting and by {gains[1]} on the other task" in readme
+    assert f"(decided above {smallest[0]} and {smallest[1]}; [R16]" in readme
