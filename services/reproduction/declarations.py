@@ -142,7 +142,10 @@ class SizePlan(Section):
 
     @property
     def repeat_seeds(self) -> tuple[int, ...]:
-        """As many seeds after the declared ones, such as 5 to 8 after 1 to 4."""
+        """Seeds of a repetition: equally many, from the one after the largest declared seed on.
+
+        The seeds 1 to 4 are followed by 5 to 8.
+        """
         first = max(self.seeds) + 1
         return tuple(range(first, first + len(self.seeds)))
 

@@ -1,4 +1,4 @@
-"""Compares the states of experiments with those of the same experiments with other seeds."""
+"""Compares the states of experiments with the states of their repetitions with other seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Agreement:
 
 
 def compare_states(pairs: Iterable[tuple[State, State]]) -> Agreement:
-    """Compares the state of each experiment (first) with that of its repetition (second)."""
+    """Compares the state of each experiment (first) with the state of its repetition (second)."""
     compared = [
         (state, repeat) for state, repeat in pairs if is_judged(state) and is_judged(repeat)
     ]

@@ -109,8 +109,8 @@ def reproduce(
         raise click.UsageError("--repeat chooses the seeds; give it or --seeds, not both")
     if listed and (chosen is not None or repeat):
         raise click.UsageError(
-            "--list shows the states with the declared seeds and those of their repetition; leave "
-            "--seeds and --repeat out"
+            "--list shows the states with the declared seeds and the states of the repetitions; "
+            "leave --seeds and --repeat out"
         )
     items = find_items(names)
     if listed:
