@@ -22,7 +22,7 @@ from services.reproduction.listing import (
 )
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
 from services.reproduction.records import RESULTS
-from services.reproduction.repetitions import compare_states, describe_agreement, is_judged
+from services.reproduction.repetitions import compare_states, describe_agreement
 from services.reproduction.states import (
     LabelledRecord,
     State,
@@ -107,7 +107,7 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     lines += ["| --- | --- | --- | --- | --- |"]
     for name, each in items.items():
         state = describe_state(states[name]["small"])
-        repeat = repeats[name].name if is_judged(repeats[name]) else ""
+        repeat = repeats[name].name if repeats[name].is_judged else ""
         cells = [f"[{name}](#{name})", _cell(each.claim), _minutes(each), state, repeat]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
@@ -150,7 +150,7 @@ def _states(
         yield f"- State at {size} size: **{describe_state(state)}**"
         for each in state.results:
             yield from (f"  - {_cell(line)}" for line in describe_result(each))
-    if is_judged(repeat):
+    if repeat.is_judged:
         yield f"- Again at small size: **{describe_repeat(declaration, repeat)}**"
         yield from (f"  - {_cell(line)}" for line in describe_repeated_differences(repeat))
     for size, state in states.items():

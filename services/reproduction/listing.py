@@ -16,7 +16,7 @@ from services.reproduction.declarations import (
     last_question,
 )
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
-from services.reproduction.repetitions import compare_states, describe_agreement, is_judged
+from services.reproduction.repetitions import compare_states, describe_agreement
 from services.reproduction.states import (
     State,
     describe_judgement,
@@ -89,7 +89,7 @@ def _describe_item(
         for result in state.results:
             for line in describe_result(result):
                 lines += _indented("", line)
-    if is_judged(repeat):
+    if repeat.is_judged:
         lines += _indented("again", describe_repeat(declaration, repeat))
         for line in describe_repeated_differences(repeat):
             lines += _indented("", line)

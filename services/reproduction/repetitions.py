@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.reproduction.states import NO_EXPERIMENT, NOT_RUN, State
+from services.reproduction.states import State
 
 UNDECIDED = "not decided"
 
@@ -28,9 +28,7 @@ class Agreement:
 
 def compare_states(pairs: Iterable[tuple[State, State]]) -> Agreement:
     """Compares the state of each experiment (first) with the state of its repetition (second)."""
-    compared = [
-        (state, repeat) for state, repeat in pairs if is_judged(state) and is_judged(repeat)
-    ]
+    compared = [(state, repeat) for state, repeat in pairs if state.is_judged and repeat.is_judged]
     verdicts = [
         (judgement.verdict, other.verdict)
         for state, repeat in compared
@@ -47,11 +45,6 @@ def compare_states(pairs: Iterable[tuple[State, State]]) -> Agreement:
         alike=alike,
         reversed=len(verdicts) - alike - left_open,
     )
-
-
-def is_judged(state: State) -> bool:
-    """Says whether all runs have results."""
-    return state.name not in (NOT_RUN, NO_EXPERIMENT)
 
 
 def describe_agreement(agreement: Agreement) -> str:

@@ -52,6 +52,11 @@ class State:
     """Empty until all runs have results: to look while runs come in, and to stop when it suits,
     would decide more than 5% of the differences that do not exist."""
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether all runs have results; without any run there is nothing to judge."""
+        return self.name not in (NOT_RUN, NO_EXPERIMENT)
+
 
 @dataclass(frozen=True, slots=True)
 class LabelledRecord:

@@ -254,7 +254,7 @@ def _finish(
         if name in finished:
             continue
         state = find_state(declaration, size, results)
-        if not state.runs or state.done < state.runs:
+        if not state.is_judged:
             continue
         path = REPORTS / f"reproduce-{name}{suffix}" / f"{name}.html"
         records = read_labelled(declaration, size, results)
