@@ -297,6 +297,10 @@ class UnreadableConfig:
         """Initialises it with the stored values, and the error that a use raises."""
         self.stored, self.error = stored, error
 
+    def __eq__(self, other: object) -> bool:
+        """Compares the stored values, so that a run that did not change equals itself."""
+        return isinstance(other, UnreadableConfig) and self.stored == other.stored
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks objects for what they may lack.
             raise AttributeError(name)

@@ -41,6 +41,19 @@ def test_clients_name_the_run_the_key_and_the_remedy(unreadable: Driver) -> None
         assert "`bapo delete unreadable`" in str(caught.value)
 
 
+def test_the_state_of_a_run_that_did_not_change_equals_itself(unreadable: Driver) -> None:
+    """As that of any other run, for a program that looks for changes."""
+    before = unreadable.client.run_state()
+    assert unreadable.client.run_state() == before
+    unreadable.client.stop()
+    assert unreadable.client.run_state() != before
+    with psycopg.connect(unreadable.stack.database_url.replace("+psycopg", "")) as connection:
+        connection.execute(
+            """update run set config = config || '{"x8": {}}' where name = 'unreadable'"""
+        )
+    assert unreadable.client.run_state().config != before.config
+
+
 def test_the_service_sends_the_configuration_as_it_is_stored(unreadable: Driver) -> None:
     stored = unreadable.config.model_dump(mode="json") | {"x9": {}}
     headers = {"Authorization": f"Bearer {unreadable.stack.token}"}
