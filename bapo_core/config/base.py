@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -32,6 +33,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+@cache
+def _section_of_kind(base: type[Section], key: str, kind: str) -> type[Section]:
+    """Returns the section of `base` for one kind alone, whose name is its value at `key`.
+
+    Each kind has one model, because sections of different models are never equal.
+    """
+    fields: dict[str, Any] = {key: (Literal[kind], kind)}
+    return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
 
 
 class Kinds:
@@ -135,8 +146,7 @@ class Kinds:
                     f"subclass of {base.__module__}.{base.__name__}"
                 )
             base = loaded
-        fields: dict[str, Any] = {self.key: (Literal[kind], kind)}
-        return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
+        return _section_of_kind(base, self.key, kind)
 
     def _validate(self, value: Any) -> Section:
         if isinstance(value, Section):

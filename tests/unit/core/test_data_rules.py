@@ -68,6 +68,19 @@ def test_the_sampler_of_a_plug_in_draws_by_results() -> None:
     assert again.positions == draw.positions
 
 
+def test_configurations_of_plug_ins_with_the_same_values_are_equal() -> None:
+    """With a section of settings of their own, and without one."""
+    for sampler in ({"kind": "frontier", "explore": 0.25}, {"kind": "unsound"}):
+        config = configure(sampler=sampler, batch={"rule": "nearest"})
+        stored = config.model_dump(mode="json")
+        assert configure(sampler=sampler, batch={"rule": "nearest"}) == config
+        assert RunConfig.model_validate(stored) == config
+        assert configure(sampler=sampler) != config
+    others = [{"kind": "frontier", "explore": 0.75}, {"kind": "unsound"}, {"kind": "uniform"}]
+    configs = [configure(sampler=sampler) for sampler in ({"kind": "frontier"}, *others)]
+    assert [configs.index(config) for config in configs] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("positions", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 20], [-1, 0, 1, 2]])
 def test_a_plug_in_must_draw_different_positions_of_the_dataset(
     positions: list[int], monkeypatch: pytest.MonkeyPatch
