@@ -271,3 +271,49 @@ def test_the_pages_have_what_r16_and_r17_decide() -> None:
     readme = " ".join(README.split())
     assert f"by {gains[0]} on sorting and by {gains[1]} on the other task" in readme
     assert f"(decided above {smallest[0]} and {smallest[1]}; [R16]" in readme
+
+
+def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    states = find_items(["ac-fig2", "ac-fig7", "ac-fig9", "ac-table1"])
+    by_name = {name: find_state(item, "small", RESULTS).results for name, item in states.items()}
+    (entropy,) = by_name["ac-fig2"]
+    assert entropy.resolution is not None
+    once, twice, four = "grpo", "2 passes", "4 passes"
+    assert entropy.resolution.is_ahead(once, twice)
+    assert entropy.resolution.is_ahead(twice, four)
+    means = entropy.means
+    assert (
+        f"{means[once]:.3f} with one, {means[twice]:.3f} with two, {means[four]:.3f} with four"
+        in page
+    )
+    training, _ = by_name["ac-fig9"]
+    assert training.resolution is not None
+    assert training.resolution.is_ahead("grpo", "adaptive")
+    difference = training.means["grpo"] - training.means["adaptive"]
+    assert f"GRPO's fixed range ({difference:.3f}, [its Figure 9]" in page
+    changes = []
+    (clipping,), (bounds, *_) = by_name["ac-table1"], by_name["ac-fig7"]
+    for result, label in (
+        (clipping, "adaptive"),
+        (bounds, "upper bound 1.28"),
+        (bounds, "lower bound 0.6"),
+    ):
+        assert result.resolution is not None
+        assert not result.resolution.is_ahead("grpo", label)
+        assert not result.resolution.is_ahead(label, "grpo")
+        changes.append(result.means[label] - result.means["grpo"])
+    adaptive, upper, lower = changes
+    assert f"adaptive clipping (−{-adaptive:.3f}, [its Table 1]" in page
+    assert f"of 1.28 ({upper:.3f}) or a lower bound of 0.6 (−{-lower:.3f};" in page
+
+
+def test_the_page_of_methods_has_what_the_experiment_with_a_critic_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    (result,) = find_state(
+        find_items(["appendix-ba-ppo"])["appendix-ba-ppo"], "small", RESULTS
+    ).results
+    assert result.resolution is not None
+    assert result.resolution.is_ahead("ppo", "ba_ppo")
+    difference = result.means["ppo"] - result.means["ba_ppo"]
+    assert f"their best checkpoints ({difference:.3f}, [A.9]" in page
