@@ -275,7 +275,7 @@ def test_the_pages_have_what_r16_and_r17_decide() -> None:
 
 def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() -> None:
     page = (ROOT / "docs/choosing-a-method.md").read_text()
-    states = find_items(["ac-fig2", "ac-fig7", "ac-fig9", "ac-table1"])
+    states = find_items(["ac-fig2", "ac-fig7", "ac-fig9", "ac-fig11", "ac-table1"])
     by_name = {name: find_state(item, "small", RESULTS).results for name, item in states.items()}
     (entropy,) = by_name["ac-fig2"]
     assert entropy.resolution is not None
@@ -292,6 +292,19 @@ def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() 
     assert training.resolution.is_ahead("grpo", "adaptive")
     difference = training.means["grpo"] - training.means["adaptive"]
     assert f"GRPO's fixed range ({difference:.3f}, [its Figure 9]" in page
+    _, stale = by_name["ac-fig11"]
+    assert stale.resolution is not None
+    fixed, higher, adaptive = (
+        f"{each}, 4 passes" for each in ("fixed", "upper bound 1.28", "adaptive")
+    )
+    assert stale.resolution.is_ahead(higher, adaptive)
+    assert not stale.resolution.is_ahead(fixed, adaptive)
+    assert not stale.resolution.is_ahead(adaptive, fixed)
+    behind_higher = stale.means[higher] - stale.means[adaptive]
+    behind_fixed = stale.means[fixed] - stale.means[adaptive]
+    smallest = stale.resolution.smallest_difference
+    assert f"upper bound of 1.28 ({behind_higher:.3f}, [its Figure 11]" in page
+    assert f"GRPO's fixed range ({behind_fixed:.3f} ± {smallest:.3f})" in page
     changes = []
     (clipping,), (bounds, *_) = by_name["ac-table1"], by_name["ac-fig7"]
     for result, label in (
@@ -303,8 +316,8 @@ def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() 
         assert not result.resolution.is_ahead("grpo", label)
         assert not result.resolution.is_ahead(label, "grpo")
         changes.append(result.means[label] - result.means["grpo"])
-    adaptive, upper, lower = changes
-    assert f"adaptive clipping (−{-adaptive:.3f}, [its Table 1]" in page
+    clipped, upper, lower = changes
+    assert f"adaptive clipping (−{-clipped:.3f}, [its Table 1]" in page
     assert f"of 1.28 ({upper:.3f}) or a lower bound of 0.6 (−{-lower:.3f};" in page
 
 
