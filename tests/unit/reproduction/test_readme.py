@@ -330,3 +330,19 @@ def test_the_page_of_methods_has_what_the_experiment_with_a_critic_decides() -> 
     assert result.resolution.is_ahead("ppo", "ba_ppo")
     difference = result.means["ppo"] - result.means["ba_ppo"]
     assert f"their best checkpoints ({difference:.3f}, [A.9]" in page
+
+
+def test_the_page_of_methods_has_what_table_1c_decides() -> None:
+    page = (ROOT / "docs/choosing-a-method.md").read_text()
+    (result,) = find_state(find_items(["table1c"])["table1c"], "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    ahead = {label: means["bapo"] - value for label, value in means.items() if label != "bapo"}
+    for label in ahead:
+        assert resolution.is_ahead("bapo", label) == (label == "bapo without X3"), label
+        assert not resolution.is_ahead(label, "bapo")
+    grpo, fresh, alone = (ahead[each] for each in ("grpo", "bapo without X2", "bapo without X3"))
+    smallest = resolution.smallest_difference
+    assert f"ahead of itself without replays ({alone:.3f}) | yes" in page
+    assert f"ahead of GRPO ({grpo:.3f} ± {smallest:.3f}), or of itself" in page
+    assert f"without re-evaluations ({fresh:.3f}) | no" in page
