@@ -346,3 +346,6 @@ def test_the_page_of_methods_has_what_table_1c_decides() -> None:
     assert f"ahead of itself without replays ({alone:.3f}) | yes" in page
     assert f"ahead of GRPO ({grpo:.3f} ± {smallest:.3f}), or of itself" in page
     assert f"without re-evaluations ({fresh:.3f}) | no" in page
+    readme = " ".join(README.split())
+    assert f"without replays ({alone:.3f} at equal steps, above {smallest:.3f}; [Table" in readme
+    assert f"not decided against GRPO ({grpo:.3f})" in readme
