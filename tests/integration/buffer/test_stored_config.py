@@ -42,7 +42,7 @@ def test_clients_name_the_run_the_key_and_the_remedy(unreadable: Driver) -> None
 
 
 def test_the_state_of_a_run_that_did_not_change_equals_itself(unreadable: Driver) -> None:
-    """As that of any other run, for a program that looks for changes."""
+    """A program that compares two readings of a run finds the run unchanged."""
     before = unreadable.client.run_state()
     assert unreadable.client.run_state() == before
     unreadable.client.stop()
