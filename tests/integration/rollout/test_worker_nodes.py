@@ -192,8 +192,9 @@ def nodes(running: Nodes) -> Iterator[Nodes]:
     yield running
     # A leader that a failed test left would be a process of the stack to the tests after it.
     for process in psutil.Process().children():
-        if "--uds" in process.cmdline():
-            process.kill()
+        with suppress(psutil.NoSuchProcess):  # it has ended since, or nobody has waited for it
+            if "--uds" in process.cmdline():
+                process.kill()
 
 
 def loaded(driver: VllmDriver) -> dict[str, str]:
