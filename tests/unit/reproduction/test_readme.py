@@ -10,13 +10,19 @@ from bapo_core.config import config_from, merge
 from bapo_core.types import ESS_DECAY
 from services.reproduction.declarations import find_items, read_setup
 from services.reproduction.plans import plan_runs
-from services.reproduction.states import find_state, read_labelled
+from services.reproduction.states import State, find_state, read_labelled
 from services.reproduction.tables import tabulate
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/reproduction"
 README = (ROOT / "README.md").read_text()
+METHODS = (ROOT / "docs/choosing-a-method.md").read_text()
 (LADDER,) = find_items(["ladder"]).values()
+
+
+def small_state(name: str) -> State:
+    """Returns the state of an experiment at small size, by the committed results."""
+    return find_state(find_items([name])[name], "small", RESULTS)
 
 
 def test_the_table_is_that_of_the_ladder() -> None:
@@ -87,11 +93,11 @@ def test_no_other_learning_rate_of_the_baseline_reaches_the_replays() -> None:
     assert resolution.is_ahead("replays", slow)
     assert resolution.is_ahead("replays", fast)
     assert not resolution.is_ahead("replays", baseline)
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    assert f"at 5e-5 ({means['replays'] - means[slow]:.3f})" in page
-    assert f"at 2e-4 ({means['replays'] - means[fast]:.3f}," in page
+    assert f"at 5e-5 ({means['replays'] - means[slow]:.3f})" in METHODS
+    assert f"at 2e-4 ({means['replays'] - means[fast]:.3f}," in METHODS
     assert (
-        f"({means['replays'] - means[baseline]:.3f} ± {resolution.smallest_difference:.3f})" in page
+        f"({means['replays'] - means[baseline]:.3f} ± {resolution.smallest_difference:.3f})"
+        in METHODS
     )
 
 
@@ -137,29 +143,26 @@ def test_the_rule_of_the_preset_is_ahead_of_methods_with_their_own_learning_rate
         in readme
     )
     assert f"Differences above {resolution.smallest_difference:.3f} are decided ([R14]" in readme
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    assert f"ahead of GRPO ({rule - grpo:.3f})" in page
-    assert f"same loss ({rule - same_loss:.3f} and {rule - dapo:.3f})" in page
-    assert f"with v = 5 ({rule - delayed:.3f}; [R13]" in page
+    assert f"ahead of GRPO ({rule - grpo:.3f})" in METHODS
+    assert f"same loss ({rule - same_loss:.3f} and {rule - dapo:.3f})" in METHODS
+    assert f"with v = 5 ({rule - delayed:.3f}; [R13]" in METHODS
 
 
 def test_the_page_of_methods_has_what_table_1b_and_figure_9_decide() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (table,) = find_state(find_items(["table1b"])["table1b"], "small", RESULTS).results
+    (table,) = small_state("table1b").results
     means, resolution = table.means, table.resolution
     assert resolution is not None
     assert resolution.is_ahead("dapo", "bapo")
-    assert f"behind DAPO at equal steps ({means['dapo'] - means['bapo']:.3f})" in page
+    assert f"behind DAPO at equal steps ({means['dapo'] - means['bapo']:.3f})" in METHODS
     parts = [means["bapo"] - means[f"bapo without X{part}"] for part in (2, 3)]
     assert not any(resolution.is_ahead("bapo", f"bapo without X{part}") for part in (2, 3))
-    assert f"re-evaluations ({parts[0]:.3f}) or without replays ({parts[1]:.3f};" in page
-    (figure,) = find_state(find_items(["fig9"])["fig9"], "small", RESULTS).results
-    assert f"{figure.means['dapo'] / figure.means['bapo']:.1f} times as many responses" in page
+    assert f"re-evaluations ({parts[0]:.3f}) or without replays ({parts[1]:.3f};" in METHODS
+    (figure,) = small_state("fig9").results
+    assert f"{figure.means['dapo'] / figure.means['bapo']:.1f} times as many responses" in METHODS
 
 
 def test_the_page_of_methods_has_what_table_1a_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (result,) = find_state(find_items(["table1a"])["table1a"], "small", RESULTS).results
+    (result,) = small_state("table1a").results
     means, resolution = result.means, result.resolution
     assert resolution is not None
     ahead = {
@@ -169,41 +172,38 @@ def test_the_page_of_methods_has_what_table_1a_decides() -> None:
     }
     for text, (variant, other) in ahead.items():
         assert resolution.is_ahead(variant, other), text
-        assert text.format(f"{means[variant] - means[other]:.3f}") in page, text
+        assert text.format(f"{means[variant] - means[other]:.3f}") in METHODS, text
 
 
 def test_the_page_of_methods_has_what_figure_10_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    state = find_state(find_items(["fig10"])["fig10"], "small", RESULTS)
+    state = small_state("fig10")
     assert state.name == "holds"
     (result,) = state.results
     means = result.means
     gaussian, uniform = (means["range"] - means[label] for label in ("gaussian", "uniform"))
-    assert f"the Gaussian one ({gaussian:.3f}) and of the uniform one ({uniform:.3f})" in page
+    assert f"the Gaussian one ({gaussian:.3f}) and of the uniform one ({uniform:.3f})" in METHODS
 
 
 def test_the_page_of_methods_has_what_r4_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (result,) = find_state(find_items(["r4"])["r4"], "small", RESULTS).results
+    (result,) = small_state("r4").results
     means, resolution = result.means, result.resolution
     assert resolution is not None
     behind = ("falling window", "the authors' window", "replays of the last step alone")
     assert all(resolution.is_ahead("all mixed groups", label) for label in behind)
     falling, authors, last = (means["all mixed groups"] - means[label] for label in behind)
-    assert f"a falling window ({falling:.3f}), in the authors' window ({authors:.3f})" in page
-    assert f"the last step alone ({last:.3f}; [R4]" in page
+    assert f"a falling window ({falling:.3f}), in the authors' window ({authors:.3f})" in METHODS
+    assert f"the last step alone ({last:.3f}; [R4]" in METHODS
     open_labels = ("decoupled", "ratio to the sampler", "falling window")
     for label in open_labels:
         assert not resolution.is_ahead(label, "bapo")
         assert not resolution.is_ahead("bapo", label)
     decoupled, sampler, window = (means[label] - means["bapo"] for label in open_labels)
-    assert f"`decoupled` ({decoupled:.3f}), a ratio to the sampler ({sampler:.3f})" in page
-    assert f"a falling window (−{-window:.3f})" in page
+    assert f"`decoupled` ({decoupled:.3f}), a ratio to the sampler ({sampler:.3f})" in METHODS
+    assert f"a falling window (−{-window:.3f})" in METHODS
 
 
 def test_the_page_of_methods_has_what_figure_6_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    state = find_state(find_items(["fig6"])["fig6"], "small", RESULTS)
+    state = small_state("fig6")
     assert state.name == "does not hold"
     (result,) = state.results
     means, resolution = result.means, result.resolution
@@ -211,18 +211,17 @@ def test_the_page_of_methods_has_what_figure_6_decides() -> None:
     early, late = "c2 = 1/8, c3 = 2/8", "c2 = 4/8, c3 = 5/8"
     assert resolution.is_ahead(early, "bapo")
     assert resolution.is_ahead(early, late)
-    assert f"ahead of the moving one ({means[early] - means['bapo']:.3f})" in page
-    assert f"c3 = 5/8 ({means[early] - means[late]:.3f}; [Figure 6]" in page
+    assert f"ahead of the moving one ({means[early] - means['bapo']:.3f})" in METHODS
+    assert f"c3 = 5/8 ({means[early] - means[late]:.3f}; [Figure 6]" in METHODS
     for label in ("m = 1", "v = 10"):
         assert not resolution.is_ahead(label, "bapo")
         assert not resolution.is_ahead("bapo", label)
     often, delayed = (means[label] - means["bapo"] for label in ("m = 1", "v = 10"))
-    assert f"in each step ({often:.3f}) or a delay of ten steps (−{-delayed:.3f})" in page
+    assert f"in each step ({often:.3f}) or a delay of ten steps (−{-delayed:.3f})" in METHODS
 
 
 def test_the_pages_have_what_r15_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (result,) = find_state(find_items(["r15"])["r15"], "small", RESULTS).results
+    (result,) = small_state("r15").results
     means, resolution = result.means, result.resolution
     assert resolution is not None
     rule = "replays of the last 256 mixed groups"
@@ -232,14 +231,15 @@ def test_the_pages_have_what_r15_decides() -> None:
         assert resolution.is_ahead(rule, label) == (label in behind), label
         assert not resolution.is_ahead(label, rule)
     arpo, clipping, ahead = (f"{difference[label]:.3f}" for label in behind)
-    assert f"ARPO ({arpo}), and loses by adaptive clipping ({clipping}) and by" in page
-    assert f"one step ahead of the trainer ({ahead}; [R15]" in page
+    assert f"ARPO ({arpo}), and loses by adaptive clipping ({clipping}) and by" in METHODS
+    assert f"one step ahead of the trainer ({ahead}; [R15]" in METHODS
     maxrl, remix = f"{difference['maxrl']:.3f}", f"{difference['remix-grpo']:.3f}"
-    assert f"ahead of MaxRL ({maxrl}) or of Remix-GRPO ({remix})" in page
+    assert f"ahead of MaxRL ({maxrl}) or of Remix-GRPO ({remix})" in METHODS
     posteriors = -difference["replays, prompts by their posteriors"]
     gains = difference["replays, re-evaluations that count any gain in the window"]
     assert (
-        f"choose ({posteriors:.3f}) or by re-evaluations that count any gain (−{gains:.3f};" in page
+        f"choose ({posteriors:.3f}) or by re-evaluations that count any gain (−{gains:.3f};"
+        in METHODS
     )
     readme = " ".join(README.split())
     smallest = f"{resolution.smallest_difference:.3f}"
@@ -247,12 +247,11 @@ def test_the_pages_have_what_r15_decides() -> None:
 
 
 def test_the_pages_have_what_r16_and_r17_decide() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
     maxrl, both = "maxrl with BAPO's loss", "replays, MaxRL"
     grpo, rule = "grpo with BAPO's loss", "replays of the last 256 mixed groups"
     gains, additions, smallest = [], [], []
     for name in ("r16", "r17"):
-        result, *_ = find_state(find_items([name])[name], "small", RESULTS).results
+        result, *_ = small_state(name).results
         means, resolution = result.means, result.resolution
         assert resolution is not None
         assert resolution.is_ahead(both, maxrl)
@@ -260,24 +259,21 @@ def test_the_pages_have_what_r16_and_r17_decide() -> None:
         assert not resolution.is_ahead(rule, both)
         assert resolution.is_ahead(maxrl, grpo) == (name == "r16")
         if name == "r16":
-            assert f"with the same loss ({means[maxrl] - means[grpo]:.3f}), and with" in page
+            assert f"with the same loss ({means[maxrl] - means[grpo]:.3f}), and with" in METHODS
         gains.append(f"{means[both] - means[maxrl]:.3f}")
         additions.append(means[both] - means[rule])
         smallest.append(f"{resolution.smallest_difference:.3f}")
-    assert f"themselves without ({gains[0]}; [R16]" in page
-    assert f"without replays as well ({gains[1]}; [R17]" in page
-    assert f"with GRPO's, here ({additions[0]:.3f} ± {smallest[0]}; [R16]" in page
-    assert f"on another task (−{-additions[1]:.3f} ± {smallest[1]}; [R17]" in page
+    assert f"themselves without ({gains[0]}; [R16]" in METHODS
+    assert f"without replays as well ({gains[1]}; [R17]" in METHODS
+    assert f"with GRPO's, here ({additions[0]:.3f} ± {smallest[0]}; [R16]" in METHODS
+    assert f"on another task (−{-additions[1]:.3f} ± {smallest[1]}; [R17]" in METHODS
     readme = " ".join(README.split())
     assert f"by {gains[0]} on sorting and by {gains[1]} on the other task" in readme
     assert f"(decided above {smallest[0]} and {smallest[1]}; [R16]" in readme
 
 
 def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    states = find_items(["ac-fig2", "ac-fig7", "ac-fig9", "ac-fig11", "ac-table1"])
-    by_name = {name: find_state(item, "small", RESULTS).results for name, item in states.items()}
-    (entropy,) = by_name["ac-fig2"]
+    (entropy,) = small_state("ac-fig2").results
     assert entropy.resolution is not None
     once, twice, four = "grpo", "2 passes", "4 passes"
     assert entropy.resolution.is_ahead(once, twice)
@@ -285,14 +281,14 @@ def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() 
     means = entropy.means
     assert (
         f"{means[once]:.3f} with one, {means[twice]:.3f} with two, {means[four]:.3f} with four"
-        in page
+        in METHODS
     )
-    training, _ = by_name["ac-fig9"]
+    training, _ = small_state("ac-fig9").results
     assert training.resolution is not None
     assert training.resolution.is_ahead("grpo", "adaptive")
     difference = training.means["grpo"] - training.means["adaptive"]
-    assert f"GRPO's fixed range ({difference:.3f}, [its Figure 9]" in page
-    _, stale = by_name["ac-fig11"]
+    assert f"GRPO's fixed range ({difference:.3f}, [its Figure 9]" in METHODS
+    _, stale = small_state("ac-fig11").results
     assert stale.resolution is not None
     fixed, higher, adaptive = (
         f"{each}, 4 passes" for each in ("fixed", "upper bound 1.28", "adaptive")
@@ -303,10 +299,11 @@ def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() 
     behind_higher = stale.means[higher] - stale.means[adaptive]
     behind_fixed = stale.means[fixed] - stale.means[adaptive]
     smallest = stale.resolution.smallest_difference
-    assert f"upper bound of 1.28 ({behind_higher:.3f}, [its Figure 11]" in page
-    assert f"GRPO's fixed range ({behind_fixed:.3f} ± {smallest:.3f})" in page
+    assert f"upper bound of 1.28 ({behind_higher:.3f}, [its Figure 11]" in METHODS
+    assert f"GRPO's fixed range ({behind_fixed:.3f} ± {smallest:.3f})" in METHODS
     changes = []
-    (clipping,), (bounds, *_) = by_name["ac-table1"], by_name["ac-fig7"]
+    (clipping,) = small_state("ac-table1").results
+    bounds, *_ = small_state("ac-fig7").results
     for result, label in (
         (clipping, "adaptive"),
         (bounds, "upper bound 1.28"),
@@ -317,24 +314,20 @@ def test_the_page_of_methods_has_what_the_figures_of_adaptive_clipping_decide() 
         assert not result.resolution.is_ahead(label, "grpo")
         changes.append(result.means[label] - result.means["grpo"])
     clipped, upper, lower = changes
-    assert f"adaptive clipping (−{-clipped:.3f}, [its Table 1]" in page
-    assert f"of 1.28 ({upper:.3f}) or a lower bound of 0.6 (−{-lower:.3f};" in page
+    assert f"adaptive clipping (−{-clipped:.3f}, [its Table 1]" in METHODS
+    assert f"of 1.28 ({upper:.3f}) or a lower bound of 0.6 (−{-lower:.3f};" in METHODS
 
 
 def test_the_page_of_methods_has_what_the_experiment_with_a_critic_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (result,) = find_state(
-        find_items(["appendix-ba-ppo"])["appendix-ba-ppo"], "small", RESULTS
-    ).results
+    (result,) = small_state("appendix-ba-ppo").results
     assert result.resolution is not None
     assert result.resolution.is_ahead("ppo", "ba_ppo")
     difference = result.means["ppo"] - result.means["ba_ppo"]
-    assert f"their best checkpoints ({difference:.3f}, [A.9]" in page
+    assert f"their best checkpoints ({difference:.3f}, [A.9]" in METHODS
 
 
 def test_the_page_of_methods_has_what_table_1c_decides() -> None:
-    page = (ROOT / "docs/choosing-a-method.md").read_text()
-    (result,) = find_state(find_items(["table1c"])["table1c"], "small", RESULTS).results
+    (result,) = small_state("table1c").results
     means, resolution = result.means, result.resolution
     assert resolution is not None
     ahead = {label: means["bapo"] - value for label, value in means.items() if label != "bapo"}
@@ -343,9 +336,9 @@ def test_the_page_of_methods_has_what_table_1c_decides() -> None:
         assert not resolution.is_ahead(label, "bapo")
     grpo, fresh, alone = (ahead[each] for each in ("grpo", "bapo without X2", "bapo without X3"))
     smallest = resolution.smallest_difference
-    assert f"ahead of itself without replays ({alone:.3f}) | yes" in page
-    assert f"ahead of GRPO ({grpo:.3f} ± {smallest:.3f}), or of itself" in page
-    assert f"without re-evaluations ({fresh:.3f}) | no" in page
+    assert f"ahead of itself without replays ({alone:.3f}) | yes" in METHODS
+    assert f"ahead of GRPO ({grpo:.3f} ± {smallest:.3f}), or of itself" in METHODS
+    assert f"without re-evaluations ({fresh:.3f}) | no" in METHODS
     readme = " ".join(README.split())
     assert f"without replays ({alone:.3f} at equal steps, above {smallest:.3f}; [Table" in readme
     assert f"not decided against GRPO ({grpo:.3f})" in readme
