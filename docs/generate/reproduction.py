@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from services.reproduction.declarations import (
-    SIZES,
     Declaration,
     PaperNumbers,
     Size,
@@ -16,20 +15,22 @@ from services.reproduction.declarations import (
 from services.reproduction.listing import (
     STATES,
     describe_needs,
-    describe_repeat,
-    describe_repeated_differences,
+    describe_repetition,
     describe_small,
 )
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
 from services.reproduction.records import RESULTS
-from services.reproduction.repetitions import compare_states, describe_agreement
+from services.reproduction.repetitions import (
+    ExperimentStates,
+    compare_states,
+    describe_agreement,
+    find_states,
+)
 from services.reproduction.states import (
     LabelledRecord,
-    State,
     describe_result,
     describe_state,
     describe_test,
-    find_state,
     read_labelled,
 )
 from services.reproduction.tables import tabulate
@@ -62,7 +63,10 @@ have the places that a variant may have beside each score. Nothing is judged bef
 experiment have results, because who looks while they come in, and stops when it suits, decides by
 chance. Each test has its own 95%, so that one of twenty decides something even if no variants
 differ. Therefore `bapo reproduce NAME --repeat` trains an experiment again with as many other
-seeds, 5 to 8 after 1 to 4, and judges it by these alone.
+seeds, 5 to 8 after 1 to 4, and judges it by these alone. All of these seeds together decide smaller
+differences. That they are judged as well was declared before any repetition had a result: whoever
+takes this verdict where the declared seeds leave a difference open, and theirs where they do not,
+decides a difference that does not exist in 8 instead of 5 of 100 cases.
 
 {agreement}
 
@@ -81,14 +85,10 @@ def render() -> str:
 
 def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns docs/reproduction.md."""
-    states = {
-        name: {size: find_state(each, size, results) for size in SIZES}
-        for name, each in items.items()
-    }
-    repeats = {name: find_state(each.repeated(), "small", results) for name, each in items.items()}
-    agreement = compare_states((states[name]["small"], repeats[name]) for name in items)
+    states = find_states(items, results)
+    agreement = compare_states(states.values())
     runs = [run for each in items.values() for run in plan_runs(each, "small")]
-    done = sum(state["paper"].done for state in states.values())
+    done = sum(each.declared["paper"].done for each in states.values())
     lines = [
         HEADER.format(
             hours=f"{total_minutes(runs) * TIME_OF_TWO_AT_A_TIME / 60:.1f}",
@@ -101,26 +101,26 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
         "| --- | --- | --- |",
     ]
     for name, meaning in STATES.items():
-        count = sum(state["small"].name == name for state in states.values())
+        count = sum(each.declared["small"].name == name for each in states.values())
         lines.append(f"| *{name}* | {meaning} | {count} |")
-    lines += ["", "| | claim | small size | state at small size | with other seeds |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    heads = ["", "claim", "small size", "state at small size", "with other seeds", "with all seeds"]
+    lines += ["", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for name, each in items.items():
-        state = describe_state(states[name]["small"])
-        repeat = repeats[name].name if repeats[name].is_judged else ""
-        cells = [f"[{name}](#{name})", _cell(each.claim), _minutes(each), state, repeat]
+        state = describe_state(states[name].declared["small"])
+        others = (states[name].repeat, states[name].pooled)
+        cells = [f"[{name}](#{name})", _cell(each.claim), _minutes(each), state]
+        cells += [other.name if other.is_judged else "" for other in others]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for name, each in items.items():
-        lines += _section(name, each, states[name], repeats[name], results)
+        lines += _section(name, each, states[name], results)
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _section(
     name: str,
     declaration: Declaration,
-    states: Mapping[Size, State],
-    repeat: State,
+    states: ExperimentStates,
     results: Path,
 ) -> Iterator[str]:
     stop = "" if declaration.title.endswith("?") else "."
@@ -135,25 +135,23 @@ def _section(
         yield f"- {declaration.note}"
     for test in declaration.tests:
         yield f"- Test: {_cell(describe_test(test))}"
-    yield from _states(declaration, states, repeat, results)
+    yield from _states(declaration, states, results)
     yield ""
     if declaration.numbers is not None:
         yield from _numbers_table(declaration.numbers)
 
 
-def _states(
-    declaration: Declaration, states: Mapping[Size, State], repeat: State, results: Path
-) -> Iterator[str]:
-    for size, state in states.items():
+def _states(declaration: Declaration, states: ExperimentStates, results: Path) -> Iterator[str]:
+    for size, state in states.declared.items():
         if size == "paper" and not state.done:
             continue
         yield f"- State at {size} size: **{describe_state(state)}**"
         for each in state.results:
             yield from (f"  - {_cell(line)}" for line in describe_result(each))
-    if repeat.is_judged:
-        yield f"- Again at small size: **{describe_repeat(declaration, repeat)}**"
-        yield from (f"  - {_cell(line)}" for line in describe_repeated_differences(repeat))
-    for size, state in states.items():
+    for label, (heading, differences) in describe_repetition(declaration, states).items():
+        yield f"- {label.capitalize()} at small size: **{heading}**"
+        yield from (f"  - {_cell(line)}" for line in differences)
+    for size, state in states.declared.items():
         if state.results:
             yield ""
             labelled = read_labelled(declaration, size, results)

@@ -210,6 +210,10 @@ class Declaration(Section):
         """Returns the experiment with as many other seeds: the same, independently."""
         return self._with_seeds_of(lambda plan: plan.repeat_seeds)
 
+    def pooled(self) -> Declaration:
+        """Returns the experiment with its declared seeds and those of its repetition."""
+        return self._with_seeds_of(lambda plan: plan.seeds + plan.repeat_seeds)
+
     def _with_seeds_of(self, choose: Callable[[SizePlan], tuple[int, ...]]) -> Declaration:
         plans = {size: plan for size in SIZES if (plan := self.plan_at(size)) is not None}
         return self.model_copy(

@@ -8,22 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.reproduction.declarations import (
-    SIZES,
-    Declaration,
-    PaperNumbers,
-    Size,
-    last_question,
-)
+from services.reproduction.declarations import Declaration, PaperNumbers, last_question
 from services.reproduction.plans import TIME_OF_TWO_AT_A_TIME, plan_runs, total_minutes
-from services.reproduction.repetitions import compare_states, describe_agreement
-from services.reproduction.states import (
-    State,
-    describe_judgement,
-    describe_result,
-    describe_state,
-    find_state,
+from services.reproduction.repetitions import (
+    ExperimentStates,
+    compare_states,
+    describe_agreement,
+    find_states,
 )
+from services.reproduction.states import State, describe_judgement, describe_result, describe_state
 
 WIDTH = 100
 STATES = {
@@ -39,13 +32,9 @@ STATES = {
 def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns the list of experiments for the terminal."""
     minutes = total_minutes(run for each in items.values() for run in plan_runs(each, "small"))
-    states = {
-        name: {size: find_state(each, size, results) for size in SIZES}
-        for name, each in items.items()
-    }
-    repeats = {name: find_state(each.repeated(), "small", results) for name, each in items.items()}
-    agreement = compare_states((states[name]["small"], repeats[name]) for name in items)
-    counts = Counter(state["small"].name for state in states.values())
+    states = find_states(items, results)
+    agreement = compare_states(states.values())
+    counts = Counter(each.declared["small"].name for each in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "
         f"and questions of this project (ladder, r1 to {last_question()}).",
@@ -57,7 +46,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
         "",
     ]
     for name, declaration in items.items():
-        lines += _describe_item(name, declaration, states[name], repeats[name])
+        lines += _describe_item(name, declaration, states[name])
     lines += [
         f"All of these at small size: about {minutes / 60:.1f} h on two idle cores, with "
         f"`--jobs 2` {minutes * TIME_OF_TWO_AT_A_TIME / 60:.1f} h. Everything: "
@@ -69,9 +58,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     return "\n".join(lines)
 
 
-def _describe_item(
-    name: str, declaration: Declaration, states: Mapping[Size, State], repeat: State
-) -> list[str]:
+def _describe_item(name: str, declaration: Declaration, states: ExperimentStates) -> list[str]:
     lines = [f"{name}: {declaration.title}", *_indented("claim", declaration.claim)]
     if declaration.numbers is None:
         lines += _indented("source", declaration.source)
@@ -82,16 +69,16 @@ def _describe_item(
     lines += _indented("small", describe_small(declaration))
     if isinstance(declaration.paper, str):
         lines += _indented("full", declaration.paper)
-    for size, state in states.items():
+    for size, state in states.declared.items():
         if size == "paper" and not state.done:
             continue
         lines += _indented("state", f"{describe_state(state)} at {size} size")
         for result in state.results:
             for line in describe_result(result):
                 lines += _indented("", line)
-    if repeat.is_judged:
-        lines += _indented("again", describe_repeat(declaration, repeat))
-        for line in describe_repeated_differences(repeat):
+    for label, (heading, differences) in describe_repetition(declaration, states).items():
+        lines += _indented(label, heading)
+        for line in differences:
             lines += _indented("", line)
     return [*lines, ""]
 
@@ -99,9 +86,8 @@ def _describe_item(
 def list_values(items: Mapping[str, Declaration], results: Path) -> list[dict[str, Any]]:
     """Returns the list of experiments as values of JSON."""
     values = []
-    for name, declaration in items.items():
-        state = find_state(declaration, "small", results)
-        repeat = find_state(declaration.repeated(), "small", results)
+    for name, states in find_states(items, results).items():
+        declaration, state = items[name], states.declared["small"]
         runs = plan_runs(declaration, "small")
         values.append(
             {
@@ -113,30 +99,41 @@ def list_values(items: Mapping[str, Declaration], results: Path) -> list[dict[st
                 "done": state.done,
                 "minutes": total_minutes(runs),
                 "results": [describe_result(result) for result in state.results],
-                "repeat": {
-                    "state": repeat.name,
-                    "done": repeat.done,
-                    "results": [describe_result(result) for result in repeat.results],
-                },
+                "repeat": _repetition_values(states.repeat),
+                "pooled": _repetition_values(states.pooled),
             }
         )
     return values
 
 
-def describe_repeat(declaration: Declaration, repeat: State) -> str:
-    """Says the state of a repetition, and its seeds."""
+def _repetition_values(state: State) -> dict[str, Any]:
+    return {
+        "state": state.name,
+        "done": state.done,
+        "results": [describe_result(result) for result in state.results],
+    }
+
+
+def describe_repetition(
+    declaration: Declaration, states: ExperimentStates
+) -> dict[str, tuple[str, list[str]]]:
+    """Says the states with other seeds alone (`again`) and with all seeds (`pooled`).
+
+    Each has the differences that its tests are about, a line each. A state that is not judged is
+    left out.
+    """
     plan = declaration.plan_at("small")
-    assert plan is not None
-    return f"{describe_state(repeat)} with seeds {', '.join(map(str, plan.repeat_seeds))}"
-
-
-def describe_repeated_differences(repeat: State) -> list[str]:
-    """Says, a line each, the differences of a repetition that its tests are about."""
-    return [
-        describe_judgement(judgement)
-        for result in repeat.results
-        for judgement in result.judgements
-    ]
+    if plan is None:
+        return {}
+    seeds = {"again": plan.repeat_seeds, "pooled": plan.seeds + plan.repeat_seeds}
+    return {
+        label: (
+            f"{describe_state(state)} with seeds {', '.join(map(str, seeds[label]))}",
+            [describe_judgement(each) for result in state.results for each in result.judgements],
+        )
+        for label, state in {"again": states.repeat, "pooled": states.pooled}.items()
+        if state.is_judged
+    }
 
 
 def describe_needs(declaration: Declaration) -> str:

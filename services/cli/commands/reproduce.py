@@ -86,7 +86,8 @@ def reproduce(
     written when the run ends; experiments that need the same run share it. When all runs of an
     experiment have results, its claim is judged by their resolution, as `bapo compare` does, and
     `runs/reproduce-NAME/NAME.html` draws them beside the paper's numbers. `--repeat` does the same
-    with as many other seeds, which judge the claim once more.
+    with as many other seeds, which judge the claim once more; `--list` shows this state and the one
+    of all seeds together.
 
     At the paper's size, configurations and the commands that submit them to Kubeflow are written to
     `runs/reproduce-NAME-paper`; nothing is trained. With `BAPO_BUFFER_URL` and `BAPO_TOKEN`, the
@@ -109,8 +110,8 @@ def reproduce(
         raise click.UsageError("--repeat chooses the seeds; give it or --seeds, not both")
     if listed and (chosen is not None or repeat):
         raise click.UsageError(
-            "--list shows the states with the declared seeds and the states of the repetitions; "
-            "leave --seeds and --repeat out"
+            "--list shows the states with the declared seeds, of the repetitions, and with all of "
+            "these seeds; leave --seeds and --repeat out"
         )
     items = find_items(names)
     if listed:

@@ -152,6 +152,8 @@ def test_a_repetition_is_the_experiment_with_as_many_other_seeds(name: str) -> N
         if plan is not None:
             assert len({run.seed for run in others}) == len(plan.seeds)
             assert repeated.with_seeds(plan.seeds).plan_at(size) == plan
+        names = {run.name for run in runs} | {run.name for run in others}
+        assert {run.name for run in plan_runs(declaration.pooled(), size)} == names
 
 
 def test_the_seeds_of_a_repetition_follow_on_the_declared_ones() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bapo_core.claims import judge_larger
 from bapo_core.errors import BapoError
+from bapo_core.resolution import Observation, resolve
 from docs.generate.__main__ import PAGES
 from docs.generate.reproduction import render_page
 from services.reproduction.declarations import (
@@ -33,6 +35,7 @@ from services.reproduction.records import (
 )
 from services.reproduction.states import (
     LabelledRecord,
+    describe_judgement,
     describe_result,
     find_state,
     judge,
@@ -323,9 +326,9 @@ def test_lists_have_the_state_and_its_numbers(declaration: Declaration, tmp_path
 @pytest.mark.parametrize(
     ("again", "verdict", "counted"),
     [
-        (0.1, "holds", "1 alike and 0 the other way, and leave 0 open"),
-        (-0.1, "does not hold", "0 alike and 1 the other way, and leave 0 open"),
-        (0.0, "not decided", "0 alike and 0 the other way, and leave 1 open"),
+        (0.1, "holds", "1 of these alike and 0 the other way, and leave 0 open"),
+        (-0.1, "does not hold", "0 of these alike and 1 the other way, and leave 0 open"),
+        (0.0, "not decided", "0 of these alike and 0 the other way, and leave 1 open"),
     ],
 )
 def test_a_repetition_is_judged_by_its_own_runs(
@@ -334,7 +337,7 @@ def test_a_repetition_is_judged_by_its_own_runs(
     items = {"fig0": declaration}
     write_results(declaration, tmp_path, ahead, noise=0.001)
     assert "No experiment has been repeated" in render_list(items, tmp_path)
-    assert "| holds (8 runs) |  |" in render_page(items, tmp_path)
+    assert "| holds (8 runs) |  |  |" in render_page(items, tmp_path)
 
     def final(run: DeclaredRun, error: float) -> float:
         return 0.4 + (again if run.label == "new" else 0.0) + error
@@ -346,7 +349,7 @@ def test_a_repetition_is_judged_by_its_own_runs(
     assert f"again  {verdict} (8 runs) with seeds 5, 6, 7, 8" in listed
     assert counted in " ".join(listed.split())
     assert counted in page
-    assert f"{int(verdict == 'holds')} of them have the same state" in page
+    assert f"with the same state: {int(verdict == 'holds')}." in page
     assert f"| holds (8 runs) | {verdict} |" in page
     assert f"**{verdict} (8 runs) with seeds 5, 6, 7, 8**" in page
     (values,) = list_values(items, tmp_path)
@@ -356,6 +359,65 @@ def test_a_repetition_is_judged_by_its_own_runs(
     (tmp_path / f"{last.name}.json").unlink()
     assert "No experiment has been repeated" in render_list(items, tmp_path)
     assert list_values(items, tmp_path)[0]["repeat"]["done"] == 7
+
+
+def test_all_seeds_together_decide_what_each_half_leaves_open(
+    declaration: Declaration, tmp_path: Path
+) -> None:
+    def final(run: DeclaredRun, _: float) -> float:
+        # Differences of 0.015 and 0.105: t = 2.3 with 3 degrees of freedom, and 3.5 with 7.
+        return 0.46 + 0.045 * (-1) ** run.seed if run.label == "new" else 0.4
+
+    items = {"fig0": declaration}
+    write_results(declaration, tmp_path, final)
+    assert "pooled" not in render_list(items, tmp_path)
+    (values,) = list_values(items, tmp_path)
+    assert (values["pooled"]["state"], values["pooled"]["done"]) == ("not run", 8)
+    write_results(declaration.repeated(), tmp_path, final)
+    listed, page = render_list(items, tmp_path), render_page(items, tmp_path)
+    assert "state  not decided (8 runs) at small size" in listed
+    assert "again  not decided (8 runs) with seeds 5, 6, 7, 8" in listed
+    assert "pooled holds (16 runs) with seeds 1, 2, 3, 4, 5, 6, 7, 8" in listed
+    (values,) = list_values(items, tmp_path)
+    assert (values["pooled"]["state"], values["pooled"]["done"]) == ("holds", 16)
+    assert "| not decided (8 runs) | not decided | holds |" in page
+    assert "- Pooled at small size: **holds (16 runs) with seeds 1, 2, 3, 4, 5, 6, 7, 8**" in page
+    assert "leave 1 open; all seeds together decide 1 of these." in page
+    pooled = find_state(declaration.pooled(), "small", tmp_path)
+    assert describe_judgement(pooled.results[0].judgements[0]) in page
+
+
+def test_one_seed_and_another_decide_together(declaration: Declaration, tmp_path: Path) -> None:
+    one = declaration.with_seeds([1])
+    write_results(one.pooled(), tmp_path, ahead, noise=0.0001)
+    page = render_page({"fig0": one}, tmp_path)
+    assert "| not decided (2 runs) | not decided | holds |" in page
+    assert "leave 1 open; all seeds together decide 1 of these." in page
+
+
+def test_two_looks_decide_8_of_100_differences_that_do_not_exist(
+    declaration: Declaration,
+) -> None:
+    """The page of the experiments states this share."""
+    rng = np.random.default_rng(0)
+    trials = 2000
+    decided = 0
+    for _ in range(trials):
+        values = rng.normal(size=(2, 8)) + rng.normal(size=8)
+        for seeds in (4, 8):  # the declared ones, and all of them
+            resolution = resolve(
+                [
+                    Observation(variant, seed, values[row, seed])
+                    for row, variant in enumerate(("new", "old"))
+                    for seed in range(seeds)
+                ]
+            )
+            assert resolution is not None
+            if judge_larger(resolution, "new", "old").verdict != "not decided":
+                decided += 1
+                break
+    assert decided / trials == pytest.approx(0.08, abs=0.015)
+    assert "8 instead of 5 of 100 cases" in render_page({"fig0": declaration}, COMMITTED)
 
 
 def test_a_table_has_the_means_the_spread_and_the_places(
