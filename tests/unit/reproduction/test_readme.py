@@ -342,3 +342,13 @@ def test_the_page_of_methods_has_what_table_1c_decides() -> None:
     readme = " ".join(README.split())
     assert f"without replays ({alone:.3f} at equal steps, above {smallest:.3f}; [Table" in readme
     assert f"not decided against GRPO ({grpo:.3f})" in readme
+
+
+def test_the_page_of_methods_has_what_r7_decides() -> None:
+    (result,) = small_state("r7").results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    assert not resolution.is_ahead("bapo", "grpo")
+    assert not resolution.is_ahead("grpo", "bapo")
+    behind, smallest = means["grpo"] - means["bapo"], resolution.smallest_difference
+    assert f"than GRPO does (−{behind:.3f} ± {smallest:.3f} of them) | no" in METHODS
