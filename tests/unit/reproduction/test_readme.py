@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from statistics import mean
 
+from bapo_core.claims import judge_larger
 from bapo_core.config import config_from, merge
+from bapo_core.resolution import resolve
 from bapo_core.types import ESS_DECAY
 from services.reproduction.declarations import find_items, read_setup
 from services.reproduction.plans import plan_runs
-from services.reproduction.states import State, find_state, read_labelled
+from services.reproduction.states import State, find_state, measure_runs, read_labelled
 from services.reproduction.tables import tabulate
 
 ROOT = Path(__file__).parents[3]
@@ -344,7 +346,22 @@ def test_the_page_of_methods_has_what_table_1c_decides() -> None:
     assert f"not decided against GRPO ({grpo:.3f})" in readme
 
 
-def test_the_page_of_methods_has_what_r7_decides() -> None:
+def test_the_page_of_methods_has_what_r1_and_r7_decide() -> None:
+    item, (result,) = find_items(["r1"])["r1"], small_state("r1").results
+    assert result.resolution is not None
+    assert [judgement.verdict for judgement in result.judgements] == ["not decided"]
+    behind, smallest = (
+        result.means["grpo"] - result.means["bapo"],
+        result.resolution.smallest_difference,
+    )
+    assert f"at equal steps, within 0.03 (−{behind:.3f} ± {smallest:.3f}) | no" in METHODS
+    runs = read_labelled(item, "small", RESULTS)
+    tokens = resolve(measure_runs("accuracy", "generated tokens", runs))
+    assert tokens is not None
+    assert tokens.is_ahead("grpo", "bapo")
+    behind = judge_larger(tokens, "grpo", "bapo").difference
+    assert f"GRPO is ahead of BAPO there ({behind:.3f}) | yes" in METHODS
+
     (result,) = small_state("r7").results
     means, resolution = result.means, result.resolution
     assert resolution is not None
