@@ -361,6 +361,8 @@ def test_the_page_of_methods_has_what_r1_and_r7_decide() -> None:
     assert tokens.is_ahead("grpo", "bapo")
     behind = judge_larger(tokens, "grpo", "bapo").difference
     assert f"GRPO is ahead of BAPO there ({behind:.3f}) | yes" in METHODS
+    smallest = tokens.smallest_difference
+    assert f"ahead of it ({behind:.3f} at equal tokens, above {smallest:.3f};" in README
 
     (result,) = small_state("r7").results
     means, resolution = result.means, result.resolution
