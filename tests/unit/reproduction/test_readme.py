@@ -148,6 +148,11 @@ def test_the_rule_of_the_preset_is_ahead_of_methods_with_their_own_learning_rate
     assert f"ahead of GRPO ({rule - grpo:.3f})" in METHODS
     assert f"same loss ({rule - same_loss:.3f} and {rule - dapo:.3f})" in METHODS
     assert f"with v = 5 ({rule - delayed:.3f}; [R13]" in METHODS
+    again = find_state(item.repeated(), "small", RESULTS)
+    assert again.name == "holds"
+    ahead = [judgement.difference for judgement in again.results[0].judgements]
+    assert f"all of them again, by {min(ahead):.3f} to {max(ahead):.3f}." in readme
+    assert "[R14](reproduction.md#r14)) | yes; four other seeds: yes |" in METHODS
 
 
 def test_the_page_of_methods_has_what_table_1b_and_figure_9_decide() -> None:
