@@ -85,6 +85,29 @@ def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
         assert f"above {resolution.smallest_difference:.3f}" in README
 
 
+def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r10() -> None:
+    (item,) = find_items(["r10"]).values()
+    again, pooled = (
+        find_state(each, "small", RESULTS) for each in (item.repeated(), item.pooled())
+    )
+    verdicts = [judgement.verdict for judgement in again.results[0].judgements]
+    assert verdicts == ["holds", "not decided", "holds"]
+    assert pooled.name == "holds"
+    grpo, second_pass, dapo = (each.difference for each in again.results[0].judgements)
+    resolutions = [each.results[0].resolution for each in (again, pooled)]
+    smallest, smallest_pooled = (each.smallest_difference for each in resolutions if each)
+    readme = " ".join(README.split())
+    assert f"the first two again ({grpo:.3f} and {dapo:.3f}) and leave the second" in readme
+    assert f"pass open ({second_pass:.3f}, above {smallest:.3f})" in readme
+    assert f"four other seeds: no ({second_pass:.3f} ± {smallest:.3f}); all eight" in METHODS
+    grpo, second_pass, dapo = (each.difference for each in pooled.results[0].judgements)
+    assert (
+        f"the three ({grpo:.3f}, {dapo:.3f} and {second_pass:.3f}, above {smallest_pooled:.3f})"
+        in readme
+    )
+    assert f"all eight: yes ({second_pass:.3f} ± {smallest_pooled:.3f})" in METHODS
+
+
 def test_no_other_learning_rate_of_the_baseline_reaches_the_replays() -> None:
     (item,) = find_items(["r12"]).values()
     (result,) = find_state(item, "small", RESULTS).results
