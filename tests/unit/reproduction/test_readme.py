@@ -85,6 +85,28 @@ def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
         assert f"above {resolution.smallest_difference:.3f}" in README
 
 
+def test_the_pages_have_what_r18_decides() -> None:
+    (result,) = small_state("r18").results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    rule = "replays of the last 256 mixed groups"
+    for other in means:
+        assert resolution.is_ahead(rule, other) == (other == "dapo with BAPO's loss"), other
+        assert not resolution.is_ahead(other, rule)
+    grpo, same_loss, dapo = (
+        means[label] for label in ("grpo", "grpo with BAPO's loss", "dapo with BAPO's loss")
+    )
+    smallest = f"{resolution.smallest_difference:.3f}"
+    readme = " ".join(README.split())
+    assert (
+        f"`bapo_on_policy` has {means[rule]:.3f}, GRPO {grpo:.3f}, and GRPO and DAPO with the same "
+        f"loss {same_loss:.3f} and {dapo:.3f}; differences above {smallest} are decided ([R18]"
+    ) in readme
+    assert f"ahead of DAPO with the same loss ({means[rule] - dapo:.3f}) | yes" in METHODS
+    assert f"it is ahead of GRPO ({means[rule] - grpo:.3f} ± {smallest})" in METHODS
+    assert f"with the same loss ({means[rule] - same_loss:.3f} ± {smallest}) | no" in METHODS
+
+
 def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r10() -> None:
     (item,) = find_items(["r10"]).values()
     again, pooled = (
