@@ -130,6 +130,28 @@ def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r10() -> None
     assert f"all eight: yes ({second_pass:.3f} ± {smallest_pooled:.3f})" in METHODS
 
 
+def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r11() -> None:
+    (item,) = find_items(["r11"]).values()
+    again, pooled = (
+        find_state(each, "small", RESULTS) for each in (item.repeated(), item.pooled())
+    )
+    verdicts = [judgement.verdict for judgement in again.results[0].judgements]
+    assert verdicts == ["not decided", "holds", "holds"]
+    assert pooled.name == "holds"
+    grpo, *_ = again.results[0].judgements
+    assert f"leave GRPO open ({grpo.difference:.3f}, above {grpo.threshold:.3f})" in " ".join(
+        README.split()
+    )
+    assert f"not of GRPO ({grpo.difference:.3f} ± {grpo.threshold:.3f}); all eight" in METHODS
+    grpo, second_pass, dapo = pooled.results[0].judgements
+    assert (
+        f"decide the three ({grpo.difference:.3f}, {dapo.difference:.3f} and "
+        f"{second_pass.difference:.3f}, above {grpo.threshold:.3f})"
+    ) in " ".join(README.split())
+    here = find_state(find_items(["r10"])["r10"].pooled(), "small", RESULTS).results[0].judgements
+    assert f"by {here[0].difference:.3f} here and {grpo.difference:.3f} there |" in METHODS
+
+
 def test_no_other_learning_rate_of_the_baseline_reaches_the_replays() -> None:
     (item,) = find_items(["r12"]).values()
     (result,) = find_state(item, "small", RESULTS).results
