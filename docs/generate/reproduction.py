@@ -64,9 +64,9 @@ experiment have results, because who looks while they come in, and stops when it
 chance. Each test has its own 95%, so that one of twenty decides something even if no variants
 differ. Therefore `bapo reproduce NAME --repeat` trains an experiment again with as many other
 seeds, 5 to 8 after 1 to 4, and judges it by these alone. All of these seeds together decide smaller
-differences. That they are judged as well was declared before any repetition had a result: whoever
-takes this verdict where the declared seeds leave a difference open, and theirs where they do not,
-decides a difference that does not exist in 8 instead of 5 of 100 cases.
+differences, and are judged as well, which was declared before any repetition had a result. A reader
+who takes the verdict of all seeds where the declared seeds leave a difference open decides a
+difference that does not exist in 8 instead of 5 of 100 cases.
 
 {agreement}
 

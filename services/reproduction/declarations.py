@@ -211,7 +211,7 @@ class Declaration(Section):
         return self._with_seeds_of(lambda plan: plan.repeat_seeds)
 
     def pooled(self) -> Declaration:
-        """Returns the experiment with its declared seeds and those of its repetition."""
+        """Returns the experiment with its declared and its other seeds together."""
         return self._with_seeds_of(lambda plan: plan.seeds + plan.repeat_seeds)
 
     def _with_seeds_of(self, choose: Callable[[SizePlan], tuple[int, ...]]) -> Declaration:

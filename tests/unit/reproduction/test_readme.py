@@ -27,6 +27,13 @@ def small_state(name: str) -> State:
     return find_state(find_items([name])[name], "small", RESULTS)
 
 
+def repeated_states(name: str) -> tuple[State, State]:
+    """Returns the states of an experiment with other seeds alone, and with all seeds."""
+    item = find_items([name])[name]
+    again, pooled = item.repeated(), item.pooled()
+    return find_state(again, "small", RESULTS), find_state(pooled, "small", RESULTS)
+
+
 def test_the_table_is_that_of_the_ladder() -> None:
     heads, rows = tabulate(LADDER, read_labelled(LADDER, "small", RESULTS))
     lines = [heads, ["---"] * len(heads), *rows]
@@ -108,10 +115,7 @@ def test_the_pages_have_what_r18_decides() -> None:
 
 
 def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r10() -> None:
-    (item,) = find_items(["r10"]).values()
-    again, pooled = (
-        find_state(each, "small", RESULTS) for each in (item.repeated(), item.pooled())
-    )
+    again, pooled = repeated_states("r10")
     verdicts = [judgement.verdict for judgement in again.results[0].judgements]
     assert verdicts == ["holds", "not decided", "holds"]
     assert pooled.name == "holds"
@@ -131,10 +135,7 @@ def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r10() -> None
 
 
 def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r11() -> None:
-    (item,) = find_items(["r11"]).values()
-    again, pooled = (
-        find_state(each, "small", RESULTS) for each in (item.repeated(), item.pooled())
-    )
+    again, pooled = repeated_states("r11")
     verdicts = [judgement.verdict for judgement in again.results[0].judgements]
     assert verdicts == ["not decided", "holds", "holds"]
     assert pooled.name == "holds"
@@ -148,7 +149,7 @@ def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r11() -> None
         f"decide the three ({grpo.difference:.3f}, {dapo.difference:.3f} and "
         f"{second_pass.difference:.3f}, above {grpo.threshold:.3f})"
     ) in " ".join(README.split())
-    here = find_state(find_items(["r10"])["r10"].pooled(), "small", RESULTS).results[0].judgements
+    here = repeated_states("r10")[1].results[0].judgements
     assert f"by {here[0].difference:.3f} here and {grpo.difference:.3f} there |" in METHODS
 
 
@@ -442,4 +443,4 @@ def test_the_page_of_methods_has_what_r1_and_r7_decide() -> None:
     assert not resolution.is_ahead("bapo", "grpo")
     assert not resolution.is_ahead("grpo", "bapo")
     behind, smallest = means["grpo"] - means["bapo"], resolution.smallest_difference
-    assert f"than GRPO does (−{behind:.3f} ± {smallest:.3f} of them) | no" in METHODS
+    assert f"than GRPO does (−{behind:.3f} ± {smallest:.3f} of these prompts) | no" in METHODS
