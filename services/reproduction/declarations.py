@@ -149,6 +149,11 @@ class SizePlan(Section):
         first = max(self.seeds) + 1
         return tuple(range(first, first + len(self.seeds)))
 
+    @property
+    def pooled_seeds(self) -> tuple[int, ...]:
+        """The declared seeds and the seeds of a repetition."""
+        return self.seeds + self.repeat_seeds
+
 
 class Declaration(Section):
     """An experiment: a table or a figure of a paper, or a question."""
@@ -212,7 +217,7 @@ class Declaration(Section):
 
     def pooled(self) -> Declaration:
         """Returns the experiment with its declared and its other seeds together."""
-        return self._with_seeds_of(lambda plan: plan.seeds + plan.repeat_seeds)
+        return self._with_seeds_of(lambda plan: plan.pooled_seeds)
 
     def _with_seeds_of(self, choose: Callable[[SizePlan], tuple[int, ...]]) -> Declaration:
         plans = {size: plan for size in SIZES if (plan := self.plan_at(size)) is not None}

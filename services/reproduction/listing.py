@@ -125,7 +125,7 @@ def describe_repetition(
     plan = declaration.plan_at("small")
     if plan is None:
         return {}
-    seeds = {"again": plan.repeat_seeds, "pooled": plan.seeds + plan.repeat_seeds}
+    seeds = {"again": plan.repeat_seeds, "pooled": plan.pooled_seeds}
     return {
         label: (
             f"{describe_state(state)} with seeds {', '.join(map(str, seeds[label]))}",

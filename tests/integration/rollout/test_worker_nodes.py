@@ -192,7 +192,8 @@ def nodes(running: Nodes) -> Iterator[Nodes]:
     yield running
     # A leader that a failed test left would be a process of the stack to the tests after it.
     for process in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has ended since, or nobody has waited for it
+        # A process that has ended since, or that nobody has waited for, has no command line.
+        with suppress(psutil.NoSuchProcess):
             if "--uds" in process.cmdline():
                 process.kill()
 
