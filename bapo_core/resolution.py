@@ -26,6 +26,8 @@ POWER = 0.8
 """Statistical power (probability to decide a true difference) that planned seeds must have."""
 MOST_SEEDS = 1_000_000
 """Most seeds that a plan states."""
+PRECISION = 1e-9
+"""Largest error of the probability at a computed quantile."""
 FEWEST_PAIRS = 3
 """Smallest number of seeds with a shown interval: with two seeds, Student's t is 12.7."""
 
@@ -95,22 +97,20 @@ class Resolution:
         if difference <= 0:
             raise ValueError(f"difference is {difference}; give one above 0")
 
-        def suffices(seeds: int) -> bool:
-            freedom = (len(self.variants) - 1) * (seeds - 1)
-            errors = studentized_range_quantile(LEVEL, len(self.variants), freedom) / math.sqrt(2)
-            errors += students_t_quantile(2 * POWER - 1, freedom)
-            return errors * self.deviation * math.sqrt(2 / seeds) <= difference
+        variants = len(self.variants)
 
-        enough = 2
-        while not suffices(enough):
-            if enough >= MOST_SEEDS:
-                return MOST_SEEDS
-            enough *= 2
-        too_few = enough // 2
-        while enough - too_few > 1:
-            middle = (enough + too_few) // 2
-            too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
-        return enough
+        def needed(degrees_of_freedom: int) -> float:
+            errors = studentized_range_quantile(LEVEL, variants, degrees_of_freedom) / math.sqrt(2)
+            errors += students_t_quantile(2 * POWER - 1, degrees_of_freedom)
+            return 2 * (errors * self.deviation / difference) ** 2
+
+        # The quantiles decrease with the degrees of freedom, so that the number for the most of
+        # them is a lower bound, and usually at most three below the result.
+        fewest = needed((variants - 1) * MOST_SEEDS)
+        seeds = max(2, math.ceil(min(fewest, MOST_SEEDS)))
+        while seeds < MOST_SEEDS and needed((variants - 1) * (seeds - 1)) > seeds:
+            seeds += 1
+        return seeds
 
 
 def format_places(places: tuple[int, int]) -> str:
@@ -187,16 +187,27 @@ def studentized_range_quantile(level: float, groups: int, degrees_of_freedom: in
 
     Q is the range of the values divided by an independent estimate of their standard deviation.
     """
-    low, high = 0.0, 1.0
-    while _studentized_range_cdf(high, groups, degrees_of_freedom) < level:
-        low, high = high, 2 * high
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        if _studentized_range_cdf(middle, groups, degrees_of_freedom) < level:
-            low = middle
+
+    def excess(q: float) -> float:
+        return _studentized_range_cdf(q, groups, degrees_of_freedom) - level
+
+    # The Illinois algorithm (Dowell and Jarratt 1971): secants of two points on both sides of the
+    # root, where the value at a point that is kept a second time in a row is halved.
+    low, at_low = 0.0, -level
+    high, at_high = 1.0, excess(1.0)
+    while at_high < 0:
+        low, at_low = high, at_high
+        high, at_high = 2 * high, excess(2 * high)
+    while True:
+        q = high - at_high * (high - low) / (at_high - at_low)
+        at_q = excess(q)
+        if abs(at_q) < PRECISION:
+            return q
+        if at_q * at_high < 0:
+            low, at_low = high, at_high
         else:
-            high = middle
-    return (low + high) / 2
+            at_low /= 2
+        high, at_high = q, at_q
 
 
 def _studentized_range_cdf(q: float, groups: int, degrees_of_freedom: int) -> float:

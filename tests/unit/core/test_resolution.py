@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_core.resolution import (
+    MOST_SEEDS,
     Observation,
     Resolution,
+    _studentized_range_cdf,
     paired_difference,
     resolve,
     studentized_range_quantile,
@@ -58,6 +60,15 @@ def test_the_quantiles_are_those_of_the_tables(
 )
 def test_two_groups_have_students_t(degrees_of_freedom: int, quantile: float) -> None:
     assert students_t_quantile(0.95, degrees_of_freedom) == pytest.approx(quantile, rel=5e-4)
+
+
+@given(st.floats(0.5, 0.999), st.integers(2, 40), st.integers(1, 10**7))
+def test_the_probability_of_a_quantile_is_its_level(
+    level: float, groups: int, degrees_of_freedom: int
+) -> None:
+    found = studentized_range_quantile(level, groups, degrees_of_freedom)
+    probability = _studentized_range_cdf(found, groups, degrees_of_freedom)
+    assert probability == pytest.approx(level, abs=1e-8)
 
 
 @pytest.mark.parametrize(("variants", "seeds"), [(2, 3), (3, 2), (6, 3), (8, 5)])
@@ -109,6 +120,23 @@ def test_the_planned_seeds_decide_the_difference_in_four_of_five_cases(
 
     assert 0.76 < power(seeds) < 0.95
     assert power(seeds // 2) < 0.7
+
+
+@given(st.integers(2, 12), st.floats(1e-4, 10), st.floats(0.01, 1))
+def test_the_planned_seeds_are_the_fewest_that_suffice(
+    variants: int, deviation: float, difference: float
+) -> None:
+    none = np.zeros((variants, variants))
+    labels = tuple(f"v{variant}" for variant in range(variants))
+    planned = Resolution(labels, deviation, 5, none, none).seeds_for(difference)
+
+    def resolved(seeds: int) -> float:
+        freedom = (variants - 1) * (seeds - 1)
+        errors = studentized_range_quantile(0.95, variants, freedom) / math.sqrt(2)
+        return (errors + students_t_quantile(0.6, freedom)) * deviation * math.sqrt(2 / seeds)
+
+    assert planned == MOST_SEEDS or resolved(planned) <= difference * (1 + 1e-6)
+    assert planned == 2 or resolved(planned - 1) > difference * (1 - 1e-6)
 
 
 def test_the_spread_is_that_of_repetitions_and_not_of_seeds() -> None:
