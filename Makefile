@@ -219,10 +219,10 @@ compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the s
 	$(BIN)/bapo compare examples/countdown.yaml name=methods steps=200 --algorithms all --seeds 1
 
 # Each run leaves its result in benchmarks/results/reproduction; the same command goes on.
-reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (11 hours on two cores)
+reproduce-small: $(STAMP) ## run every experiment of docs/reproduction.md at small size (12 hours on two cores)
 	$(BIN)/bapo reproduce all --size small --jobs 2
 
-repeat-small: $(STAMP) ## run them once more, with as many other seeds, and judge them again (11 hours)
+repeat-small: $(STAMP) ## run them once more, with as many other seeds, and judge them again (12 hours)
 	$(BIN)/bapo reproduce all --size small --jobs 2 --repeat
 
 bench: $(STAMP) ## run the benchmarks of benchmarks/

@@ -135,6 +135,10 @@ class SizePlan(Section):
     variants: dict[str, dict[str, Any]] | None = None
     """Variants at this size, if they differ from those of the declaration."""
     seeds: tuple[int, ...] = Field((1, 2, 3, 4), min_length=1)
+    own_prompts: bool = False
+    """Whether each seed has generated training and held-out prompts of its own, by
+    `task.data_seed`. Otherwise all seeds have the same, so that a difference is decided for these
+    prompts."""
     minutes: float = Field(0.0, ge=0.0)
     """Minutes of a run on two idle cores."""
     pipeline: dict[str, Any] = Field(default_factory=dict)

@@ -83,11 +83,15 @@ def plan_runs(declaration: Declaration, size: Size) -> list[DeclaredRun]:
     plan = declaration.plan_at(size)
     if plan is None:
         return []
-    return [
-        DeclaredRun(label, plan.setup, seed, merge(plan.overrides, changes), plan.minutes)
-        for seed in plan.seeds
-        for label, changes in declaration.variants_at(size).items()
-    ]
+    runs = []
+    for seed in plan.seeds:
+        prompts = {"task": {"data_seed": seed}} if plan.own_prompts else {}
+        shared = merge(plan.overrides, prompts)
+        runs += [
+            DeclaredRun(label, plan.setup, seed, merge(shared, changes), plan.minutes)
+            for label, changes in declaration.variants_at(size).items()
+        ]
+    return runs
 
 
 def total_minutes(runs: Iterable[DeclaredRun]) -> float:

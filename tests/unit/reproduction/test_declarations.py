@@ -146,14 +146,30 @@ def test_a_repetition_is_the_experiment_with_as_many_other_seeds(name: str) -> N
     for size in SIZES:
         runs, others = plan_runs(declaration, size), plan_runs(repeated, size)
         assert [run.label for run in others] == [run.label for run in runs]
-        assert [run.changes for run in others] == [run.changes for run in runs]
         assert {run.seed for run in others}.isdisjoint({run.seed for run in runs})
         plan = declaration.plan_at(size)
+        if plan is None or not plan.own_prompts:
+            assert [run.changes for run in others] == [run.changes for run in runs]
         if plan is not None:
             assert len({run.seed for run in others}) == len(plan.seeds)
             assert repeated.with_seeds(plan.seeds).plan_at(size) == plan
         names = {run.name for run in runs} | {run.name for run in others}
         assert {run.name for run in plan_runs(declaration.pooled(), size)} == names
+
+
+def test_each_seed_of_an_experiment_with_own_prompts_has_prompts_that_no_other_run_has() -> None:
+    own, shared = set(), set()
+    for declaration in map(declared, NAMES):
+        plan = declaration.plan_at("small")
+        if plan is None:
+            continue
+        for run in plan_runs(declaration.pooled(), "small"):
+            data_seed = run.config().task.data_seed
+            if plan.own_prompts:
+                assert data_seed == run.seed
+            (own if plan.own_prompts else shared).add((run.setup, data_seed))
+    assert own
+    assert own.isdisjoint(shared)
 
 
 def test_the_seeds_of_a_repetition_follow_on_the_declared_ones() -> None:
