@@ -1,11 +1,13 @@
 """Computes which differences a comparison of variants with several seeds can decide.
 
 A value of variant i with seed j is modelled as m_i + b_j + e_ij: what the variant adds, what all
-variants share with a seed (the held-out prompts, the order of the training prompts), and the
-difference between repetitions of one run, which is normal with one standard deviation sigma for all
-variants. Sigma is estimated from the residuals of the least-squares fit, and all pairs of variants
-are tested together by Tukey's honestly significant difference (Tukey-Kramer if seeds are missing),
-so that the chance of any wrong decision among all pairs is at most 5%.
+variants share with a seed (the order of the training prompts, and the prompts themselves if each
+seed has its own), and the difference between repetitions of one run, which is normal with one
+standard deviation sigma for all variants. What all seeds share, such as one set of held-out
+prompts, is not in sigma: the comparison is about this set. Sigma is estimated from the residuals of
+the least-squares fit, and all pairs of variants are tested together by Tukey's honestly significant
+difference (Tukey-Kramer if seeds are missing), so that the chance of any wrong decision among all
+pairs is at most 5%.
 """
 
 from __future__ import annotations
