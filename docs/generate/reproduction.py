@@ -66,7 +66,7 @@ differ. Therefore `bapo reproduce NAME --repeat` trains an experiment again with
 seeds, 5 to 8 after 1 to 4, and judges it by these alone. All of these seeds together decide smaller
 differences, and are judged as well, which was declared before any repetition had a result. A reader
 who takes the verdict of all seeds where the declared seeds leave a difference open decides a
-difference that does not exist in 8 instead of 5 of 100 cases.
+difference that does not exist in 9 instead of 5 of 100 cases.
 
 {agreement}
 
@@ -86,7 +86,7 @@ def render() -> str:
 def render_page(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns docs/reproduction.md."""
     states = find_states(items, results)
-    agreement = compare_states(states.values())
+    agreement = compare_states(items, states)
     runs = [run for each in items.values() for run in plan_runs(each, "small")]
     done = sum(each.declared["paper"].done for each in states.values())
     lines = [
@@ -109,7 +109,7 @@ def render_page(items: Mapping[str, Declaration], results: Path) -> str:
         state = describe_state(states[name].declared["small"])
         others = (states[name].repeat, states[name].pooled)
         cells = [f"[{name}](#{name})", _cell(each.claim), _minutes(each), state]
-        cells += [other.name if other.is_judged else "" for other in others]
+        cells += [other.name if other.runs else "" for other in others]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")
     for name, each in items.items():

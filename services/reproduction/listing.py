@@ -33,7 +33,7 @@ def render_list(items: Mapping[str, Declaration], results: Path) -> str:
     """Returns the list of experiments for the terminal."""
     minutes = total_minutes(run for each in items.values() for run in plan_runs(each, "small"))
     states = find_states(items, results)
-    agreement = compare_states(states.values())
+    agreement = compare_states(items, states)
     counts = Counter(each.declared["small"].name for each in states.values())
     lines = [
         "Tables and figures of arXiv 2602.20722 (BAPO) and 2510.18927 (ac-: adaptive clipping), "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_core.claims import Verdict
-from services.reproduction.declarations import SIZES, Declaration, Size
+from services.reproduction.declarations import BASE, SIZES, Declaration, Size
+from services.reproduction.plans import plan_runs
 from services.reproduction.states import State, find_state
 
 UNDECIDED: Verdict = "not decided"
@@ -42,7 +43,11 @@ def find_states(items: Mapping[str, Declaration], results: Path) -> dict[str, Ex
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far the repetitions of experiments decide the same."""
+    """How far the repetitions of experiments decide the same.
+
+    A difference that several experiments test between the same runs counts once, with its verdicts
+    in the first of them.
+    """
 
     experiments: int
     """Number of experiments that have results of all runs, and of all runs of their repetition."""
@@ -60,32 +65,55 @@ class Agreement:
     """Number of these that all seeds together decide."""
 
 
-def compare_states(experiments: Iterable[ExperimentStates]) -> Agreement:
+def compare_states(
+    items: Mapping[str, Declaration], states: Mapping[str, ExperimentStates]
+) -> Agreement:
     """Compares the state of each experiment at small size with the state of its repetition."""
-    compared = [each for each in experiments if each.pooled.is_judged]
-    verdicts = [
-        verdicts
-        for each in compared
-        for verdicts in zip(
-            _verdicts(each.declared["small"]),
-            _verdicts(each.repeat),
-            _verdicts(each.pooled),
+    compared = {name: each for name, each in states.items() if each.pooled.is_judged}
+    verdicts: dict[object, tuple[Verdict, Verdict, Verdict]] = {}
+    for name, each in compared.items():
+        for difference, verdict in zip(
+            _identify_differences(items[name]),
+            zip(
+                _verdicts(each.declared["small"]),
+                _verdicts(each.repeat),
+                _verdicts(each.pooled),
+                strict=True,
+            ),
             strict=True,
-        )
-    ]
-    decided = [(first, again) for first, again, _ in verdicts if first != UNDECIDED]
-    undecided = [pooled for first, _, pooled in verdicts if first == UNDECIDED]
+        ):
+            verdicts.setdefault(difference, verdict)
+    decided = [(first, again) for first, again, _ in verdicts.values() if first != UNDECIDED]
+    undecided = [pooled for first, _, pooled in verdicts.values() if first == UNDECIDED]
     alike = sum(first == again for first, again in decided)
     left_open = sum(again == UNDECIDED for _, again in decided)
     return Agreement(
         experiments=len(compared),
-        same_state=sum(each.declared["small"].name == each.repeat.name for each in compared),
+        same_state=sum(
+            each.declared["small"].name == each.repeat.name for each in compared.values()
+        ),
         decided=len(decided),
         alike=alike,
         reversed=len(decided) - alike - left_open,
         undecided=len(undecided),
         decided_by_all=sum(pooled != UNDECIDED for pooled in undecided),
     )
+
+
+def _identify_differences(declaration: Declaration) -> Iterator[object]:
+    """Yields what identifies each difference in the tests: its question, and its runs."""
+    runs: dict[str, set[str]] = {}
+    for run in plan_runs(declaration, "small"):
+        runs.setdefault(run.label, set()).add(run.name)
+    first, *_ = runs
+    for test in declaration.tests:
+        question = test.model_copy(update={"larger": None, "than": (), "equal": None})
+        for pair in test.pairs:
+            compared = (
+                (label == BASE, frozenset(runs[first if label == BASE else label]))
+                for label in pair
+            )
+            yield question.model_dump_json(), frozenset(compared)
 
 
 def _verdicts(state: State) -> list[Verdict]:
@@ -105,11 +133,15 @@ def describe_agreement(agreement: Agreement) -> str:
     if not agreement.experiments:
         return "No experiment has been repeated with other seeds."
     left_open = agreement.decided - agreement.alike - agreement.reversed
-    return (
+    text = (
         f"Experiments that were repeated with as many other seeds: {agreement.experiments}; with "
         f"the same state: {agreement.same_state}. Of the differences in their tests, the declared "
         f"seeds decide {agreement.decided}; the others decide {agreement.alike} of these alike and "
-        f"{agreement.reversed} the other way, and leave {left_open} open. The declared seeds leave "
-        f"{agreement.undecided} open; all seeds together decide {agreement.decided_by_all} of "
-        "these."
+        f"{agreement.reversed} the other way, and leave {left_open} open."
     )
+    if agreement.undecided:
+        text += (
+            f" The declared seeds leave {agreement.undecided} open; all seeds together decide "
+            f"{agreement.decided_by_all} of these."
+        )
+    return f"{text} A difference that several experiments test between the same runs counts once."

@@ -337,7 +337,7 @@ def test_a_repetition_is_judged_by_its_own_runs(
     items = {"fig0": declaration}
     write_results(declaration, tmp_path, ahead, noise=0.001)
     assert "No experiment has been repeated" in render_list(items, tmp_path)
-    assert "| holds (8 runs) |  |  |" in render_page(items, tmp_path)
+    assert "| holds (8 runs) | not run | not run |" in render_page(items, tmp_path)
 
     def final(run: DeclaredRun, error: float) -> float:
         return 0.4 + (again if run.label == "new" else 0.0) + error
@@ -359,6 +359,27 @@ def test_a_repetition_is_judged_by_its_own_runs(
     (tmp_path / f"{last.name}.json").unlink()
     assert "No experiment has been repeated" in render_list(items, tmp_path)
     assert list_values(items, tmp_path)[0]["repeat"]["done"] == 7
+
+
+def test_a_difference_between_the_same_runs_counts_once(
+    declaration: Declaration, tmp_path: Path
+) -> None:
+    write_results(declaration.pooled(), tmp_path, ahead, noise=0.001)
+    renamed = {"improved": declaration.variants["new"], "former": declaration.variants["old"]}
+    test = {"larger": "improved", "than": ("former",)}
+    (declared,) = declaration.tests
+    twin = declaration.model_copy(
+        update={
+            "variants": renamed,
+            "tests": (declared.model_copy(update=test),),
+            "panels": (),
+        }
+    )
+    by_more = twin.model_copy(update={"tests": (declared.model_copy(update=test | {"by": 0.01}),)})
+    for others, decided in ({}, 1), ({"twin": twin}, 1), ({"twin": twin, "by": by_more}, 2):
+        page = " ".join(render_page({"fig0": declaration} | others, tmp_path).split())
+        assert f"with as many other seeds: {1 + len(others)}; with the same" in page
+        assert f"the declared seeds decide {decided}; the others decide {decided} of" in page
 
 
 def test_all_seeds_together_decide_what_each_half_leaves_open(
@@ -395,7 +416,7 @@ def test_one_seed_and_another_decide_together(declaration: Declaration, tmp_path
     assert "leave 1 open; all seeds together decide 1 of these." in page
 
 
-def test_two_looks_decide_8_of_100_differences_that_do_not_exist(
+def test_two_looks_decide_9_of_100_differences_that_do_not_exist(
     declaration: Declaration,
 ) -> None:
     """The page of the experiments states this share."""
@@ -416,8 +437,8 @@ def test_two_looks_decide_8_of_100_differences_that_do_not_exist(
             if judge_larger(resolution, "new", "old").verdict != "not decided":
                 decided += 1
                 break
-    assert decided / trials == pytest.approx(0.08, abs=0.015)
-    assert "8 instead of 5 of 100 cases" in render_page({"fig0": declaration}, COMMITTED)
+    assert decided / trials == pytest.approx(0.088, abs=0.015)
+    assert "9 instead of 5 of 100 cases" in render_page({"fig0": declaration}, COMMITTED)
 
 
 def test_a_table_has_the_means_the_spread_and_the_places(
