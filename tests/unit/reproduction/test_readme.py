@@ -118,6 +118,19 @@ def test_the_page_of_methods_has_what_is_decided_with_prompts_of_each_seeds_own(
             assert row.split(" | ")[-1].startswith(verdict)
 
 
+def test_the_page_of_methods_has_what_other_seeds_and_all_of_them_decide_of_r19() -> None:
+    again, pooled = repeated_states("r19")
+    assert again.name == pooled.name == "holds"
+    grpo, _, second_pass, _ = again.results[0].judgements
+    assert (
+        f"yes ({grpo.difference:.3f} and {second_pass.difference:.3f} ± {grpo.threshold:.3f}); all"
+    ) in METHODS
+    grpo, same_loss, second_pass, dapo = pooled.results[0].judgements
+    for first, second in ((same_loss, dapo), (grpo, second_pass)):
+        interval = f"{first.difference:.3f} and {second.difference:.3f} ± {first.threshold:.3f}"
+        assert f"all eight: yes ({interval}) |" in METHODS
+
+
 COSTS: dict[str, Cost] = {
     "steps": "training steps",
     "rollouts": "training responses",
