@@ -205,7 +205,7 @@ SUMMARIES: dict[str, str] = {
     "and groups with half of the responses correct are replayed (arXiv 2602.20722).",
     "bapo_on_policy": "Batch adaptation (arXiv 2602.20722) whose fresh groups are of the current "
     "policy (v = 1), with replays of the last 256 mixed groups and without re-evaluations: the "
-    "rule of R10, R11 and R18 in docs/reproduction.md.",
+    "rule of R10, R11 and R18 to R20 in docs/reproduction.md.",
     "bapo_without_x2": "The ablation without re-evaluated groups (arXiv 2602.20722).",
     "bapo_without_x3": "The ablation without replayed groups (arXiv 2602.20722).",
     "bapo_fixed_window": "The ablation with a replay window that does not move (arXiv 2602.20722).",

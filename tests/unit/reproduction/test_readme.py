@@ -118,6 +118,25 @@ def test_the_page_of_methods_has_what_is_decided_with_prompts_of_each_seeds_own(
             assert row.split(" | ")[-1].startswith(verdict)
 
 
+def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r20() -> None:
+    again, pooled = repeated_states("r20")
+    assert again.name == pooled.name == "holds"
+    _, same_loss, _, _ = again.results[0].judgements
+    assert f"yes ({same_loss.difference:.3f} ± {same_loss.threshold:.3f}); all" in METHODS
+    grpo, same_loss, second_pass, dapo = pooled.results[0].judgements
+    assert f"all eight: yes ({same_loss.difference:.3f} ± {same_loss.threshold:.3f}) |" in METHODS
+    assert (
+        f"all eight: yes ({grpo.difference:.3f}, {second_pass.difference:.3f} and "
+        f"{dapo.difference:.3f} ± {grpo.threshold:.3f}) |"
+    ) in METHODS
+    _, sorting, _, sorting_dapo = repeated_states("r19")[1].results[0].judgements
+    assert (
+        f"({sorting.difference:.3f} and {sorting_dapo.difference:.3f} above "
+        f"{sorting.threshold:.3f}, and {same_loss.difference:.3f} and {dapo.difference:.3f} above "
+        f"{grpo.threshold:.3f})"
+    ) in METHODS
+
+
 def test_the_page_of_methods_has_what_other_seeds_and_all_of_them_decide_of_r19() -> None:
     again, pooled = repeated_states("r19")
     assert again.name == pooled.name == "holds"
