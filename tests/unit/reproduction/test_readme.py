@@ -164,9 +164,9 @@ STATEMENTS = [
 
 @cache
 def find_resolutions(name: str, cost: Cost) -> list[str]:
-    """Returns the smallest decided differences of an experiment at a cost.
+    """Returns the smallest difference that each test of an experiment at a cost decides.
 
-    They are those of its tests, or of accuracies if no test is at this cost.
+    Without a test at this cost, it is the smallest difference of accuracies.
     """
     (item,) = find_items([name]).values()
     records = read_labelled(item, "small", RESULTS)
