@@ -72,17 +72,14 @@ def compare_states(
     compared = {name: each for name, each in states.items() if each.pooled.is_judged}
     verdicts: dict[object, tuple[Verdict, Verdict, Verdict]] = {}
     for name, each in compared.items():
-        for difference, verdict in zip(
+        for difference, first, again, pooled in zip(
             _identify_differences(items[name]),
-            zip(
-                _verdicts(each.declared["small"]),
-                _verdicts(each.repeat),
-                _verdicts(each.pooled),
-                strict=True,
-            ),
+            _verdicts(each.declared["small"]),
+            _verdicts(each.repeat),
+            _verdicts(each.pooled),
             strict=True,
         ):
-            verdicts.setdefault(difference, verdict)
+            verdicts.setdefault(difference, (first, again, pooled))
     decided = [(first, again) for first, again, _ in verdicts.values() if first != UNDECIDED]
     undecided = [pooled for first, _, pooled in verdicts.values() if first == UNDECIDED]
     alike = sum(first == again for first, again in decided)

@@ -10,9 +10,9 @@ from statistics import mean
 
 import pytest
 
-from bapo_core.claims import judge_larger
+from bapo_core.claims import Judgement, judge_larger
 from bapo_core.config import config_from, merge
-from bapo_core.resolution import resolve
+from bapo_core.resolution import Resolution, resolve
 from bapo_core.types import ESS_DECAY
 from services.reproduction.declarations import Cost, Declaration, Test, find_items, read_setup
 from services.reproduction.plans import plan_runs
@@ -57,6 +57,27 @@ EVIDENCE = {
 }
 
 
+def resolve_accuracy(item: Declaration, cost: Cost) -> Resolution:
+    """Returns what the committed results of an experiment decide of accuracies at equal cost."""
+    runs = read_labelled(item, "small", RESULTS)
+    resolution = resolve(measure_runs("accuracy", cost, runs))
+    assert resolution is not None
+    return resolution
+
+
+def judge_each_half(name: str) -> list[Judgement]:
+    """Returns the judgements of an experiment with one difference.
+
+    They are made with its declared seeds, with other seeds, and with all of them.
+    """
+    states = (small_state(name), *repeated_states(name))
+    return [judgement for state in states for judgement in state.results[0].judgements]
+
+
+def format_interval(judgement: Judgement) -> str:
+    return f"{abs(judgement.difference):.3f} ± {judgement.threshold:.3f}"
+
+
 def evidence_of(name: str) -> Declaration:
     """Returns the experiment with all of its seeds if the repetition is complete."""
     (item,) = find_items([name]).values()
@@ -76,8 +97,7 @@ def evidence_table() -> str:
         for label, *values in cells:
             row = rows.setdefault(label, ["not run"] * len(EVIDENCE))
             row[column] = values[accuracy - 1]
-        resolution = resolve(measure_runs("accuracy", "generated tokens", records))
-        assert resolution is not None
+        resolution = resolve_accuracy(item, "generated tokens")
         ends["decided above"].append(f"{resolution.smallest_difference:.3f}")
         ends["seeds"].append(str(len({each.record.seed for each in records})))
     rows["`bapo_on_policy`"] = rows.pop("replays of the last 256 mixed groups")
@@ -94,7 +114,7 @@ def test_the_first_table_is_that_of_the_preset_and_its_baselines() -> None:
 def test_the_readme_has_what_is_decided_with_prompts_of_each_seeds_own() -> None:
     text = " ".join(README.split())
     begin = text.index("**With prompts of each seed's own**")
-    sorting, other = text[begin:].split(" - **")[0].split("On the other task")
+    sorting, other = text[begin:].split(" - **")[0].split("on the other task by")
     for part, name in ((sorting, "r19"), (other, "r20")):
         (result,) = find_state(evidence_of(name), "small", RESULTS).results
         ahead, _, left_open = part.partition("open against")
@@ -230,43 +250,36 @@ def test_the_page_of_methods_has_what_r5_decides_with_each_half_of_the_seeds() -
     assert result.resolution.is_ahead("bapo", "grpo, v = 5")
     ahead = result.means["bapo"] - result.means["grpo, v = 5"]
     assert f"with that delay BAPO is ahead of GRPO ({ahead:.3f}; [R5]" in METHODS
-    runs = read_labelled(item, "small", RESULTS)
-    tokens = resolve(measure_runs("accuracy", "generated tokens", runs))
-    assert tokens is not None
-    open_difference = judge_larger(tokens, "grpo", "bapo")
+    open_difference = judge_larger(resolve_accuracy(item, "generated tokens"), "grpo", "bapo")
     assert open_difference.verdict == "not decided"
-    interval = f"{open_difference.difference:.3f} ± {open_difference.threshold:.3f}"
+    interval = format_interval(open_difference)
     assert f"[R5](reproduction.md#r5): no ({interval}); all eight" in METHODS
 
 
 def test_the_pages_have_what_other_seeds_and_all_of_them_decide_of_r9_and_figure_5() -> None:
-    (declared,) = small_state("r9").results[0].judgements
-    (again,), (pooled,) = (state.results[0].judgements for state in repeated_states("r9"))
+    declared, again, pooled = judge_each_half("r9")
     verdicts = [each.verdict for each in (declared, again, pooled)]
     assert verdicts == ["not decided", "does not hold", "not decided"]
+    assert declared.difference > 0 > again.difference
+    assert pooled.difference > 0
     assert (
         f"no other variant ({declared.difference:.3f}; [R9](reproduction.md#r9)) | steps | "
-        f"{declared.threshold:.3f} | no; four other seeds: behind it ({-again.difference:.3f} ± "
-        f"{again.threshold:.3f}); all eight: no ({pooled.difference:.3f} ± "
-        f"{pooled.threshold:.3f}) |"
+        f"{declared.threshold:.3f} | no; four other seeds: behind it ({format_interval(again)}); "
+        f"all eight: no ({format_interval(pooled)}) |"
     ) in METHODS
-    (declared,) = small_state("fig5").results[0].judgements
-    (again,), (pooled,) = (state.results[0].judgements for state in repeated_states("fig5"))
+    declared, again, pooled = judge_each_half("fig5")
     verdicts = [each.verdict for each in (declared, again, pooled)]
     assert verdicts == ["not decided", "does not hold", "does not hold"]
+    assert max(each.difference for each in (declared, again, pooled)) < 0
     assert (
         f"({-declared.difference:.3f}; [Figure 5](reproduction.md#fig5)) | steps | "
-        f"{declared.threshold:.3f} | no; four other seeds: yes ({-again.difference:.3f} ± "
-        f"{again.threshold:.3f}); all eight: yes ({-pooled.difference:.3f} ± "
-        f"{pooled.threshold:.3f}) |"
+        f"{declared.threshold:.3f} | no; four other seeds: yes ({format_interval(again)}); "
+        f"all eight: yes ({format_interval(pooled)}) |"
     ) in METHODS
-    runs = read_labelled(find_items(["fig5"])["fig5"].pooled(), "small", RESULTS)
-    tokens = resolve(measure_runs("accuracy", "generated tokens", runs))
-    assert tokens is not None
-    ahead = judge_larger(tokens, "grpo", "bapo")
+    pooled_item = find_items(["fig5"])["fig5"].pooled()
+    ahead = judge_larger(resolve_accuracy(pooled_item, "generated tokens"), "grpo", "bapo")
     assert ahead.verdict == "holds"
-    interval = f"{ahead.difference:.3f} ± {ahead.threshold:.3f}"
-    assert f"all eight seeds of these two: yes ({interval}) |" in METHODS
+    assert f"all eight seeds of these two: yes ({format_interval(ahead)}) |" in METHODS
     assert (
         f"by {ahead.difference:.3f} at equal tokens with eight seeds (above {ahead.threshold:.3f})"
     ) in README
@@ -311,11 +324,10 @@ def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
 def test_the_page_of_methods_has_what_dapo_reaches_at_equal_steps() -> None:
     ahead, thresholds = [], []
     for name in ("r10", "r11", "r18"):
-        runs = read_labelled(find_items([name])[name], "small", RESULTS)
-        resolution = resolve(measure_runs("accuracy", "training steps", runs))
-        assert resolution is not None
         judgement = judge_larger(
-            resolution, "dapo with BAPO's loss", "replays of the last 256 mixed groups"
+            resolve_accuracy(find_items([name])[name], "training steps"),
+            "dapo with BAPO's loss",
+            "replays of the last 256 mixed groups",
         )
         assert judgement.verdict == ("not decided" if name == "r18" else "holds")
         ahead.append(f"{judgement.difference:.3f}")
@@ -670,9 +682,7 @@ def test_the_page_of_methods_has_what_r1_and_r7_decide() -> None:
     assert [judgement.verdict for judgement in result.judgements] == ["not decided"]
     behind = result.means["grpo"] - result.means["bapo"]
     assert f"the same accuracy within 0.03 (−{behind:.3f}; [R1]" in METHODS
-    runs = read_labelled(item, "small", RESULTS)
-    tokens = resolve(measure_runs("accuracy", "generated tokens", runs))
-    assert tokens is not None
+    tokens = resolve_accuracy(item, "generated tokens")
     assert tokens.is_ahead("grpo", "bapo")
     behind = judge_larger(tokens, "grpo", "bapo").difference
     assert f"GRPO is ahead of BAPO there ({behind:.3f}; [R1]" in METHODS
