@@ -192,7 +192,7 @@ def nodes(running: Nodes) -> Iterator[Nodes]:
     yield running
     # A leader that a failed test left would be a process of the stack to the tests after it.
     for process in psutil.Process().children():
-        # A process that has ended since, or that nobody has waited for, has no command line.
+        # psutil raises NoSuchProcess for a process that has ended, and for a zombie.
         with suppress(psutil.NoSuchProcess):
             if "--uds" in process.cmdline():
                 process.kill()
