@@ -5,8 +5,8 @@
 It prints what each call of the machine brings along, and its command.
 
 The machine gets a copy of this checkout and at most 64 MiB with each call. So packages travel as
-archives, which xz makes smaller than wheels, and large archives in pieces: `install` unpacks an
-archive once its last piece is there. The environment also sees the packages of the machine. vLLM
+archives, which xz makes smaller than wheels, and archives in pieces: `install` unpacks an archive
+once its last piece is there. The environment also sees the packages of the machine. vLLM
 gets another one beside it, because it pins other versions.
 
 Imports nothing but the standard library, because it runs before anything is installed.
@@ -15,6 +15,7 @@ Imports nothing but the standard library, because it runs before anything is ins
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,8 @@ PLATFORMS = (
 VLLM = "vllm==0.32.0"
 LIMIT_BYTES = 64 << 20
 """Limit of the archives and the checkout that travel with one call."""
+PIECE_BYTES = 6 << 20
+"""Size of the pieces of an archive; small ones fill what the checkout leaves of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +54,24 @@ class Archive:
 
     name: str
     """Name of the list of requirements beside this file, without `.txt`."""
-    pieces: int = 1
-    """Files that the archive is divided into."""
     environment: str = MAIN
     constraints: str = "constraints.txt"
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the archive's pieces, in order."""
-        whole = f"{self.name}.tar.xz"
-        if self.pieces == 1:
-            return (whole,)
-        return tuple(f"{whole}.{number}-of-{self.pieces}" for number in range(1, self.pieces + 1))
+    def piece_names(self, pieces: int) -> list[str]:
+        """Returns the names of the files that the archive is divided into, in order."""
+        return [f"{self.name}.tar.xz.{number}-of-{pieces}" for number in range(1, pieces + 1)]
 
 
 ARCHIVES = {
     archive.name: archive
     for archive in (
         Archive("core"),
-        Archive("base", pieces=2),
-        Archive("flash4", pieces=2),
-        Archive("vllm", 4, VLLM_ENVIRONMENT, "constraints-vllm.txt"),
+        Archive("base"),
+        Archive("flash4"),
+        Archive("vllm", VLLM_ENVIRONMENT, "constraints-vllm.txt"),
     )
 }
+_PIECE = re.compile(r"(?P<archive>\w+)\.tar\.xz\.\d+-of-(?P<pieces>\d+)")
 
 
 # -- on the GPU machine
@@ -91,13 +89,12 @@ def install(files: Sequence[Path], home: Path = HOME) -> Path:
             raise SystemExit(
                 f"{file} does not exist; run `make gpu-bundle` where there is a network"
             )
-        archive = next(
-            (archive for archive in ARCHIVES.values() if file.name in archive.files), None
-        )
-        if archive is None:
+        piece = _PIECE.fullmatch(file.name)
+        if piece is None or piece["archive"] not in ARCHIVES:
             raise SystemExit(f"{file} is not a file of an archive that `make gpu-bundle` writes")
+        archive = ARCHIVES[piece["archive"]]
         shutil.copy(file, home)
-        pieces = [home / name for name in archive.files]
+        pieces = [home / name for name in archive.piece_names(int(piece["pieces"]))]
         if all(piece.is_file() for piece in pieces):
             _join_and_unpack(archive, pieces, home)
     return python
@@ -207,11 +204,22 @@ def pack(root: Path, members: Sequence[Path], target: Path) -> None:
 
 
 def divide(whole: Path, out: Path, archive: Archive) -> None:
-    """Writes the pieces of an archive, which are equally large."""
+    """Writes the pieces of an archive, of `PIECE_BYTES` each but for the last."""
     content = whole.read_bytes()
-    size = -(-len(content) // archive.pieces)
-    for index, name in enumerate(archive.files):
-        (out / name).write_bytes(content[index * size : (index + 1) * size])
+    starts = range(0, len(content), PIECE_BYTES)
+    for start, name in zip(starts, archive.piece_names(len(starts)), strict=True):
+        (out / name).write_bytes(content[start : start + PIECE_BYTES])
+
+
+def pieces_in(out: Path, archive: Archive) -> list[Path]:
+    """Returns the pieces of an archive that `collect` wrote, in order.
+
+    Raises `SystemExit` if there are none.
+    """
+    pieces = len(list(out.glob(f"{archive.name}.tar.xz.*-of-*")))
+    if not pieces:
+        raise SystemExit(f"{out} has no piece of the archive {archive.name}; run `make gpu-bundle`")
+    return [out / name for name in archive.piece_names(pieces)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +241,7 @@ def calls(plan: str, out: Path, commit: str, room: int) -> list[Call]:
 
     The last one measures; the ones before bring the archives that do not fit into it.
     """
-    files = [out / name for archive in PLANS[plan].archives for name in ARCHIVES[archive].files]
+    files = [piece for name in PLANS[plan].archives for piece in pieces_in(out, ARCHIVES[name])]
     loads: list[list[Path]] = [[]]
     for file in files:
         if loads[-1] and sum(path.stat().st_size for path in [*loads[-1], file]) > room:
