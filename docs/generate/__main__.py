@@ -7,6 +7,7 @@ from pathlib import Path
 
 from docs.generate import (
     chart,
+    choosing_a_method,
     coming_from,
     commands,
     configuration,
@@ -23,6 +24,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/cli.md": commands.render,
     "docs/environment.md": environment.render,
     "docs/coming-from.md": coming_from.render,
+    "docs/choosing-a-method.md": choosing_a_method.render,
     "docs/reproduction.md": reproduction.render,
     "charts/bapo/README.md": chart.render,
 }

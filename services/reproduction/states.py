@@ -86,7 +86,7 @@ def find_state(declaration: Declaration, size: Size, directory: Path) -> State:
 
 def judge(declaration: Declaration, results: Sequence[LabelledRecord]) -> State:
     """Judges the claim of a declaration by the results of all of its runs."""
-    tested = [_judge_test(test, results) for test in declaration.tests]
+    tested = [judge_test(test, results) for test in declaration.tests]
     verdict = combine_verdicts(
         judgement.verdict if judgement is not None else "not decided"
         for each in tested
@@ -95,7 +95,8 @@ def judge(declaration: Declaration, results: Sequence[LabelledRecord]) -> State:
     return State(verdict, len(results), len(results), tested)
 
 
-def _judge_test(test: Test, results: Sequence[LabelledRecord]) -> TestResult:
+def judge_test(test: Test, results: Sequence[LabelledRecord]) -> TestResult:
+    """Returns what the results of all runs of an experiment decide of a test."""
     observations = observe(test, results)
     labels = list(dict.fromkeys(each.variant for each in observations))
     means = {
