@@ -13,11 +13,13 @@ from docs.generate import (
     configuration,
     environment,
     methods,
+    readme,
     reproduction,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES: dict[str, Callable[[], str]] = {
+    "README.md": readme.render,
     "docs/configuration.md": configuration.render,
     "docs/config.schema.json": configuration.render_schema,
     "docs/methods.md": methods.render,

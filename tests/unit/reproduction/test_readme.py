@@ -8,14 +8,14 @@ from statistics import mean
 
 from bapo_core.claims import judge_larger
 from bapo_core.config import config_from, merge
-from bapo_core.resolution import Resolution, resolve
 from bapo_core.types import ESS_DECAY
-from services.reproduction.declarations import Cost, Declaration, find_items, read_setup
+from docs.generate.__main__ import PAGES
+from docs.generate.readme import find_evidence, resolve_accuracy
+from services.reproduction.declarations import find_items, read_setup
 from services.reproduction.plans import plan_runs
 from services.reproduction.states import (
     State,
     find_state,
-    measure_runs,
     read_labelled,
 )
 from services.reproduction.tables import tabulate
@@ -39,58 +39,8 @@ def repeated_states(name: str) -> tuple[State, State]:
     return find_state(again, "small", RESULTS), find_state(pooled, "small", RESULTS)
 
 
-def test_the_table_is_that_of_the_ladder() -> None:
-    heads, rows = tabulate(LADDER, read_labelled(LADDER, "small", RESULTS))
-    lines = [heads, ["---"] * len(heads), *rows]
-    assert "\n".join(f"| {' | '.join(cells)} |" for cells in lines) in README
-
-
-EVIDENCE = {
-    "r19": "sorting digits ([R19](docs/reproduction.md#r19))",
-    "r20": "each digit once ([R20](docs/reproduction.md#r20))",
-    "r18": "Countdown ([R18](docs/reproduction.md#r18))",
-}
-
-
-def resolve_accuracy(item: Declaration, cost: Cost) -> Resolution:
-    """Returns what the committed results of an experiment decide of accuracies at equal cost."""
-    runs = read_labelled(item, "small", RESULTS)
-    resolution = resolve(measure_runs("accuracy", cost, runs))
-    assert resolution is not None
-    return resolution
-
-
-def evidence_of(name: str) -> Declaration:
-    """Returns the experiment with all of its seeds if the repetition is complete."""
-    (item,) = find_items([name]).values()
-    pooled = item.pooled()
-    return pooled if find_state(pooled, "small", RESULTS).is_judged else item
-
-
-def evidence_table() -> str:
-    """Returns the README's first table: a column for each task, and its resolution below."""
-    rows: dict[str, list[str]] = {}
-    ends: dict[str, list[str]] = {"decided above": [], "seeds": []}
-    for column, name in enumerate(EVIDENCE):
-        item = evidence_of(name)
-        records = read_labelled(item, "small", RESULTS)
-        heads, cells = tabulate(item, records)
-        accuracy = heads.index("accuracy at equal generated tokens")
-        for label, *values in cells:
-            row = rows.setdefault(label, ["not run"] * len(EVIDENCE))
-            row[column] = values[accuracy - 1]
-        resolution = resolve_accuracy(item, "generated tokens")
-        ends["decided above"].append(f"{resolution.smallest_difference:.3f}")
-        ends["seeds"].append(str(len({each.record.seed for each in records})))
-    rows["`bapo_on_policy`"] = rows.pop("replays of the last 256 mixed groups")
-    lines = [["held-out accuracy at equal generated tokens", *EVIDENCE.values()]]
-    lines += [["---"] * len(lines[0])]
-    lines += [[label, *cells] for label, cells in (rows | ends).items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def test_the_first_table_is_that_of_the_preset_and_its_baselines() -> None:
-    assert evidence_table() in README
+def test_the_tables_are_current() -> None:
+    assert PAGES["README.md"]() == README, "run `make docs`"
 
 
 def test_the_readme_has_what_is_decided_with_prompts_of_each_seeds_own() -> None:
@@ -98,7 +48,7 @@ def test_the_readme_has_what_is_decided_with_prompts_of_each_seeds_own() -> None
     begin = text.index("**With prompts of each seed's own**")
     sorting, other = text[begin:].split(" - **")[0].split("on the other task by")
     for part, name in ((sorting, "r19"), (other, "r20")):
-        (result,) = find_state(evidence_of(name), "small", RESULTS).results
+        (result,) = find_state(find_evidence(name, RESULTS), "small", RESULTS).results
         ahead, _, left_open = part.partition("open against")
         assert f"above {result.judgements[0].threshold:.3f}" in part
         for judgement in result.judgements:
@@ -145,7 +95,7 @@ def test_the_pages_have_what_a_delay_costs_with_each_half_of_the_seeds() -> None
     assert bapo == other_bapo
     assert f"({bapo} twice, with four seeds and with four others)" in METHODS
     pooled = find_items(["fig5"])["fig5"].pooled()
-    ahead = judge_larger(resolve_accuracy(pooled, "generated tokens"), "grpo", "bapo")
+    ahead = judge_larger(resolve_accuracy(pooled, "generated tokens", RESULTS), "grpo", "bapo")
     assert ahead.verdict == "holds"
     assert (
         f"by {ahead.difference:.3f} at equal tokens with eight seeds (above {ahead.threshold:.3f})"
@@ -185,7 +135,7 @@ def test_the_page_of_methods_has_what_dapo_reaches_at_equal_steps() -> None:
     ahead, thresholds = [], []
     for name in ("r10", "r11", "r18"):
         judgement = judge_larger(
-            resolve_accuracy(find_items([name])[name], "training steps"),
+            resolve_accuracy(find_items([name])[name], "training steps", RESULTS),
             "dapo with BAPO's loss",
             "replays of the last 256 mixed groups",
         )
@@ -363,7 +313,7 @@ def test_the_readme_has_what_table_1c_decides() -> None:
 def test_the_readme_has_what_r1_decides() -> None:
     verdicts = [judgement.verdict for judgement in small_state("r1").results[0].judgements]
     assert verdicts == ["not decided"]
-    tokens = resolve_accuracy(find_items(["r1"])["r1"], "generated tokens")
+    tokens = resolve_accuracy(find_items(["r1"])["r1"], "generated tokens", RESULTS)
     assert tokens.is_ahead("grpo", "bapo")
     behind = judge_larger(tokens, "grpo", "bapo").difference
     assert (
