@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from bapo_core.resolution import Resolution
+from bapo_core.resolution import Decisions
 
 Verdict = Literal["holds", "does not hold", "not decided"]
 
@@ -30,9 +30,9 @@ class Judgement:
     """Half of the 95% interval of the difference; infinite if no seed connects the variants."""
 
 
-def judge_larger(resolution: Resolution, variant: str, other: str, *, by: float = 0.0) -> Judgement:
+def judge_larger(decisions: Decisions, variant: str, other: str, *, by: float = 0.0) -> Judgement:
     """Judges the claim that the variant's value is larger than the other's by more than `by`."""
-    difference, threshold = _difference(resolution, variant, other)
+    difference, threshold = _difference(decisions, variant, other)
     verdict: Verdict = "not decided"
     if difference - threshold > by:
         verdict = "holds"
@@ -41,12 +41,12 @@ def judge_larger(resolution: Resolution, variant: str, other: str, *, by: float 
     return Judgement(variant, other, verdict, difference, threshold)
 
 
-def judge_equal(resolution: Resolution, variant: str, other: str, *, within: float) -> Judgement:
+def judge_equal(decisions: Decisions, variant: str, other: str, *, within: float) -> Judgement:
     """Judges the claim that two values differ by at most `within`.
 
     A difference that is not decided is no equality: the whole interval must lie within the bounds.
     """
-    difference, threshold = _difference(resolution, variant, other)
+    difference, threshold = _difference(decisions, variant, other)
     verdict: Verdict = "not decided"
     if abs(difference) + threshold <= within:
         verdict = "holds"
@@ -63,6 +63,6 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
     return "holds" if found == {"holds"} else "not decided"
 
 
-def _difference(resolution: Resolution, variant: str, other: str) -> tuple[float, float]:
-    pair = resolution.variants.index(variant), resolution.variants.index(other)
-    return float(resolution.differences[pair]), float(resolution.thresholds[pair])
+def _difference(decisions: Decisions, variant: str, other: str) -> tuple[float, float]:
+    pair = decisions.variants.index(variant), decisions.variants.index(other)
+    return float(decisions.differences[pair]), float(decisions.thresholds[pair])

@@ -44,15 +44,11 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolution:
+class Decisions:
     """Decisions of a comparison about one measure: differences between variants and thresholds."""
 
     variants: tuple[str, ...]
     """Labels of the V variants, in the order of their first observations."""
-    deviation: float
-    """Estimate of sigma, the standard deviation of repetitions of one run."""
-    degrees_of_freedom: int
-    """Degrees of freedom of the estimate: (V - 1)(n - 1) for V variants with the same n seeds."""
     differences: NDArray[np.float64]
     """Estimated differences between variants, row minus column, of shape (V, V). With the same
     seeds for all variants, they are the differences of the means."""
@@ -88,6 +84,16 @@ class Resolution:
             variant: (1 + int(better[index]), count - int(worse[index]))
             for index, variant in enumerate(self.variants)
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution(Decisions):
+    """Decisions by one standard deviation for all variants, and what more seeds would decide."""
+
+    deviation: float
+    """Estimate of sigma, the standard deviation of repetitions of one run."""
+    degrees_of_freedom: int
+    """Degrees of freedom of the estimate: (V - 1)(n - 1) for V variants with the same n seeds."""
 
     def seeds_for(self, difference: float) -> int:
         """Returns the number of seeds that decides a true difference with a power of 80%.
@@ -160,7 +166,37 @@ def resolve(observations: Sequence[Observation]) -> Resolution | None:
         differences[i, j] = float(weights @ values)
         differences[j, i] = -differences[i, j]
         thresholds[i, j] = thresholds[j, i] = max(quantile * error, rounding)
-    return Resolution(tuple(variants), deviation, degrees_of_freedom, differences, thresholds)
+    return Resolution(tuple(variants), differences, thresholds, deviation, degrees_of_freedom)
+
+
+def decide_pairwise(observations: Sequence[Observation]) -> Decisions | None:
+    """Returns what the paired runs of each two variants decide, without a common sigma.
+
+    The threshold of a pair is Student's t at the level 1 - 0.05 / (V (V - 1) / 2), times the
+    standard error of the mean difference between its runs of equal seeds: the chance of any wrong
+    decision among all pairs is at most 5% (Bonferroni) whatever standard deviation each variant
+    has, but more seeds are needed. It is infinite with less than two seeds in common. None with one
+    variant.
+    """
+    values: dict[str, dict[int, float]] = {}
+    for each in observations:
+        values.setdefault(each.variant, {})[each.seed] = each.value
+    runs = list(values.values())
+    size = len(runs)
+    if size < 2:
+        return None
+    differences = np.zeros((size, size))
+    thresholds = np.zeros((size, size))
+    for i, j in combinations(range(size), 2):
+        common = [runs[i][seed] - runs[j][seed] for seed in runs[i] if seed in runs[j]]
+        found = paired_difference(common, pairs=math.comb(size, 2)) if common else {}
+        differences[i, j] = found.get("mean", 0.0)
+        differences[j, i] = -differences[i, j]
+        # Rounding errors of values that fit exactly must not decide anything.
+        rounding = 1e-9 * max(map(abs, (*runs[i].values(), *runs[j].values())))
+        threshold = max(found.get("half_width", math.inf), rounding)
+        thresholds[i, j] = thresholds[j, i] = threshold
+    return Decisions(tuple(values), differences, thresholds)
 
 
 def students_t_quantile(level: float, degrees_of_freedom: int) -> float:
@@ -169,16 +205,17 @@ def students_t_quantile(level: float, degrees_of_freedom: int) -> float:
     return studentized_range_quantile(level, 2, degrees_of_freedom) / math.sqrt(2)
 
 
-def paired_difference(differences: Sequence[float]) -> dict[str, float]:
+def paired_difference(differences: Sequence[float], *, pairs: int = 1) -> dict[str, float]:
     """Returns the mean of the differences between runs of equal seeds, and their number as `seeds`.
 
     With more than one there is also `half_width`, half of the 95% confidence interval of the mean
-    by Student's t.
+    by Student's t. With several pairs of variants, the intervals of all of them together have 95%
+    by Bonferroni's correction.
     """
     count = len(differences)
     found: dict[str, float] = {"mean": mean(differences), "seeds": count}
     if count > 1:
-        quantile = students_t_quantile(LEVEL, count - 1)
+        quantile = students_t_quantile(1 - (1 - LEVEL) / pairs, count - 1)
         found["half_width"] = quantile * stdev(differences) / math.sqrt(count)
     return found
 

@@ -66,7 +66,10 @@ differ. Therefore `bapo reproduce NAME --repeat` trains an experiment again with
 seeds, 5 to 8 after 1 to 4, and judges it by these alone. All of these seeds together decide smaller
 differences, and are judged as well, which was declared before any repetition had a result. A reader
 who takes the verdict of all seeds where the declared seeds leave a difference open decides a
-difference that does not exist in 9 instead of 5 of 100 cases.
+difference that does not exist in 9 instead of 5 of 100 cases. The resolution assumes that
+repetitions of all variants have one standard deviation. Therefore the differences of all seeds are
+also judged without it, by the paired runs of the two variants alone: by Student's t, with
+Bonferroni's correction for all pairs of the experiment's variants.
 
 {agreement}
 

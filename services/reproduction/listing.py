@@ -16,7 +16,13 @@ from services.reproduction.repetitions import (
     describe_agreement,
     find_states,
 )
-from services.reproduction.states import State, describe_judgement, describe_result, describe_state
+from services.reproduction.states import (
+    State,
+    describe_check,
+    describe_judgement,
+    describe_result,
+    describe_state,
+)
 
 WIDTH = 100
 STATES = {
@@ -119,21 +125,30 @@ def describe_repetition(
 ) -> dict[str, tuple[str, list[str]]]:
     """Says the states with other seeds alone (`again`) and with all seeds (`pooled`).
 
-    Each has the differences that its tests are about, a line each. A state that is not judged is
+    Each has the differences that its tests are about, a line each, and with all seeds what paired
+    runs decide of them, too: other seeds alone are too few for it. A state that is not judged is
     left out.
     """
     plan = declaration.plan_at("small")
     if plan is None:
         return {}
-    seeds = {"again": plan.repeat_seeds, "pooled": plan.pooled_seeds}
-    return {
-        label: (
-            f"{describe_state(state)} with seeds {', '.join(map(str, seeds[label]))}",
-            [describe_judgement(each) for result in state.results for each in result.judgements],
-        )
-        for label, state in {"again": states.repeat, "pooled": states.pooled}.items()
-        if state.is_judged
-    }
+    described = {}
+    for label, state, seeds in (
+        ("again", states.repeat, plan.repeat_seeds),
+        ("pooled", states.pooled, plan.pooled_seeds),
+    ):
+        if not state.is_judged:
+            continue
+        heading = f"{describe_state(state)} with seeds {', '.join(map(str, seeds))}"
+        lines: list[str] = []
+        for result in state.results:
+            lines += (
+                describe_check(result)
+                if label == "pooled"
+                else map(describe_judgement, result.judgements)
+            )
+        described[label] = heading, lines
+    return described
 
 
 def describe_needs(declaration: Declaration) -> str:

@@ -63,6 +63,10 @@ class Agreement:
     """Number of differences in their tests that the declared seeds leave open."""
     decided_by_all: int
     """Number of these that all seeds together decide."""
+    pooled: int
+    """Number of differences in their tests that all seeds together decide."""
+    paired: int
+    """Number of these that all seeds decide alike by the paired runs of the two variants alone."""
 
 
 def compare_states(
@@ -70,18 +74,23 @@ def compare_states(
 ) -> Agreement:
     """Compares the state of each experiment at small size with the state of its repetition."""
     compared = {name: each for name, each in states.items() if each.pooled.is_judged}
-    verdicts: dict[object, tuple[Verdict, Verdict, Verdict]] = {}
+    verdicts: dict[object, tuple[Verdict, Verdict, Verdict, Verdict]] = {}
     for name, each in compared.items():
-        for difference, first, again, pooled in zip(
+        for difference, *found in zip(
             _identify_differences(items[name]),
             _verdicts(each.declared["small"]),
             _verdicts(each.repeat),
             _verdicts(each.pooled),
+            _verdicts(each.pooled, paired=True),
             strict=True,
         ):
-            verdicts.setdefault(difference, (first, again, pooled))
-    decided = [(first, again) for first, again, _ in verdicts.values() if first != UNDECIDED]
-    undecided = [pooled for first, _, pooled in verdicts.values() if first == UNDECIDED]
+            first, again, pooled, paired = found
+            verdicts.setdefault(difference, (first, again, pooled, paired))
+    decided = [(first, again) for first, again, *_ in verdicts.values() if first != UNDECIDED]
+    undecided = [pooled for first, _, pooled, _ in verdicts.values() if first == UNDECIDED]
+    pooled_decided = [
+        (pooled, paired) for *_, pooled, paired in verdicts.values() if pooled != UNDECIDED
+    ]
     alike = sum(first == again for first, again in decided)
     left_open = sum(again == UNDECIDED for _, again in decided)
     return Agreement(
@@ -94,6 +103,8 @@ def compare_states(
         reversed=len(decided) - alike - left_open,
         undecided=len(undecided),
         decided_by_all=sum(pooled != UNDECIDED for pooled in undecided),
+        pooled=len(pooled_decided),
+        paired=sum(pooled == paired for pooled, paired in pooled_decided),
     )
 
 
@@ -113,13 +124,16 @@ def _identify_differences(declaration: Declaration) -> Iterator[object]:
             yield question.model_dump_json(), frozenset(compared)
 
 
-def _verdicts(state: State) -> list[Verdict]:
-    """Returns the verdict of each difference, also where one seed gives no resolution."""
+def _verdicts(state: State, *, paired: bool = False) -> list[Verdict]:
+    """Returns the verdict of each difference, also where one seed gives no resolution.
+
+    paired: whether the paired runs of the two variants alone decide.
+    """
     return [
         verdict
         for result in state.results
         for verdict in (
-            [judgement.verdict for judgement in result.judgements]
+            [each.verdict for each in (result.paired if paired else result.judgements)]
             or [UNDECIDED] * len(result.test.pairs)
         )
     ]
@@ -141,4 +155,8 @@ def describe_agreement(agreement: Agreement) -> str:
             f" The declared seeds leave {agreement.undecided} open; all seeds together decide "
             f"{agreement.decided_by_all} of these."
         )
+    text += (
+        f" All seeds together decide {agreement.pooled} differences; of these, the paired runs of "
+        f"the two variants alone decide {agreement.paired}."
+    )
     return f"{text} A difference that several experiments test between the same runs counts once."

@@ -11,7 +11,7 @@ from statistics import mean
 from bapo_core.claims import Judgement, combine_verdicts, judge_equal, judge_larger
 from bapo_core.comparison import Curve, cheapest_curve
 from bapo_core.errors import BapoError
-from bapo_core.resolution import Observation, Resolution, resolve
+from bapo_core.resolution import Decisions, Observation, Resolution, decide_pairwise, resolve
 from services.reproduction.declarations import BASE, Cost, Declaration, Measure, Size, Test
 from services.reproduction.plans import DeclaredRun, plan_runs
 from services.reproduction.records import RecordedRun, read_records
@@ -36,6 +36,9 @@ class TestResult:
     judgements: Sequence[Judgement]
     """None if the runs do not show how far repetitions differ."""
     resolution: Resolution | None
+    paired: Sequence[Judgement]
+    """The same differences by the paired runs of their two variants alone, as a check of the
+    resolution's assumption that all variants have one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +107,20 @@ def judge_test(test: Test, results: Sequence[LabelledRecord]) -> TestResult:
         for label in labels
     }
     resolution = resolve(observations)
-    judgements: list[Judgement] = []
-    if resolution is not None:
-        for variant, other in test.pairs:
-            judgements.append(
-                judge_larger(resolution, variant, other, by=test.by)
-                if test.within is None
-                else judge_equal(resolution, variant, other, within=test.within)
-            )
-    return TestResult(test, means, judgements, resolution)
+    judgements = _judge_pairs(test, resolution)
+    paired = _judge_pairs(test, None if resolution is None else decide_pairwise(observations))
+    return TestResult(test, means, judgements, resolution, paired)
+
+
+def _judge_pairs(test: Test, decisions: Decisions | None) -> list[Judgement]:
+    if decisions is None:
+        return []
+    return [
+        judge_larger(decisions, variant, other, by=test.by)
+        if test.within is None
+        else judge_equal(decisions, variant, other, within=test.within)
+        for variant, other in test.pairs
+    ]
 
 
 def observe(test: Test, results: Sequence[LabelledRecord]) -> list[Observation]:
@@ -246,6 +254,15 @@ def describe_judgement(judgement: Judgement) -> str:
         f"{judgement.variant} - {judgement.other} = {_number(judgement.difference, signed=True)} "
         f"± {_number(judgement.threshold)}: {judgement.verdict}"
     )
+
+
+def describe_check(result: TestResult) -> list[str]:
+    """Says each difference, and what the paired runs of its two variants alone decide of it."""
+    return [
+        f"{describe_judgement(judgement)}; by paired runs ± {_number(paired.threshold)}: "
+        f"{paired.verdict}"
+        for judgement, paired in zip(result.judgements, result.paired, strict=True)
+    ]
 
 
 def _number(value: float, *, signed: bool = False) -> str:

@@ -15,6 +15,7 @@ from bapo_core.resolution import (
     Observation,
     Resolution,
     _studentized_range_cdf,
+    decide_pairwise,
     paired_difference,
     resolve,
     studentized_range_quantile,
@@ -25,11 +26,19 @@ COMPARISONS = 1500
 
 
 def simulate(
-    rng: np.random.Generator, means: Sequence[float], seeds: int, *, sigma: float = 1.0
+    rng: np.random.Generator,
+    means: Sequence[float],
+    seeds: int,
+    *,
+    sigma: float | Sequence[float] = 1.0,
 ) -> list[Observation]:
-    """Draws runs: the variant's mean, what a seed adds to all variants, and the repetition."""
+    """Draws runs: the variant's mean, what a seed adds to all variants, and the repetition.
+
+    sigma: standard deviation of repetitions, one for all variants or one for each.
+    """
     shared = rng.normal(0, 3, seeds)
-    values = np.array(means)[:, None] + shared + rng.normal(0, sigma, (len(means), seeds))
+    deviations = np.broadcast_to(sigma, len(means))[:, None]
+    values = np.array(means)[:, None] + shared + rng.normal(0, deviations, (len(means), seeds))
     return [
         Observation(f"v{variant}", seed, float(values[variant, seed]))
         for variant in range(len(means))
@@ -128,7 +137,7 @@ def test_the_planned_seeds_are_the_fewest_that_suffice(
 ) -> None:
     none = np.zeros((variants, variants))
     labels = tuple(f"v{variant}" for variant in range(variants))
-    planned = Resolution(labels, deviation, 5, none, none).seeds_for(difference)
+    planned = Resolution(labels, none, none, deviation, 5).seeds_for(difference)
 
     def resolved(seeds: int) -> float:
         freedom = (variants - 1) * (seeds - 1)
@@ -242,3 +251,52 @@ def test_places_agree_with_pairs_and_with_any_scale(
 )
 def test_the_interval_is_that_of_students_t(differences: list[float], half_width: float) -> None:
     assert paired_difference(differences)["half_width"] == pytest.approx(half_width, rel=1e-4)
+
+
+def share_of_wrong_decisions(sigma: Sequence[float], *, common: bool) -> float:
+    """Returns the share of comparisons of equal variants that decide anything."""
+    rng = np.random.default_rng(11)
+    wrong = 0
+    for _ in range(COMPARISONS):
+        observations = simulate(rng, [0.0] * len(sigma), 8, sigma=sigma)
+        decisions = resolve(observations) if common else decide_pairwise(observations)
+        assert decisions is not None
+        wrong += bool((np.abs(decisions.differences) > decisions.thresholds).any())
+    return wrong / COMPARISONS
+
+
+@pytest.mark.parametrize(
+    "sigma", [(1.0, 1.0, 1.0), (0.3, 1.0, 1.0, 4.0), (1.0, 1.0, 1.0, 1.0, 5.0)]
+)
+def test_paired_runs_decide_nothing_wrong_whatever_the_deviations(sigma: Sequence[float]) -> None:
+    assert share_of_wrong_decisions(sigma, common=False) < 0.06
+
+
+def test_one_deviation_for_all_decides_too_much_of_a_variant_that_varies_more() -> None:
+    """The reason for the check by paired runs."""
+    assert share_of_wrong_decisions((1.0, 1.0, 1.0, 1.0, 5.0), common=True) > 0.1
+
+
+@given(st.lists(st.tuples(*[st.integers(-99, 99)] * 2), min_size=2, max_size=9))
+def test_paired_runs_of_two_variants_decide_as_their_resolution(
+    pairs: list[tuple[int, int]],
+) -> None:
+    observations = [
+        Observation(f"v{variant}", seed, float(value))
+        for seed, values in enumerate(pairs)
+        for variant, value in enumerate(values)
+    ]
+    found, resolution = decide_pairwise(observations), decided(observations)
+    assert found is not None
+    assert found.variants == resolution.variants
+    assert found.differences == pytest.approx(resolution.differences)
+    assert found.thresholds == pytest.approx(resolution.thresholds, rel=1e-6, abs=1e-6)
+
+
+def test_paired_runs_need_two_seeds_in_common() -> None:
+    observations = [Observation("a", 1, 0.0), Observation("a", 2, 0.1), Observation("b", 2, 0.9)]
+    found = decide_pairwise(observations)
+    assert found is not None
+    assert found.differences[1, 0] == pytest.approx(0.8)
+    assert found.thresholds[0, 1] == math.inf
+    assert decide_pairwise(observations[:2]) is None

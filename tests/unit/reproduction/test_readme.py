@@ -319,3 +319,17 @@ def test_the_readme_has_what_r1_decides() -> None:
     assert (
         f"on Countdown ({behind:.3f} at equal tokens, above {tokens.smallest_difference:.3f};"
     ) in " ".join(README.split())
+
+
+def test_the_readme_has_what_paired_runs_leave_open() -> None:
+    readme = " ".join(README.split())
+    for name in ("r10", "r11", "r14", "r19", "r20"):
+        _, pooled = repeated_states(name)
+        assert pooled.name == "holds"
+        for judgement in pooled.results[0].paired:
+            second_pass = judgement.other.endswith("two passes")
+            is_open = second_pass and name in ("r10", "r19")
+            assert judgement.verdict == ("not decided" if is_open else "holds"), (name, judgement)
+            if is_open:
+                interval = f"{judgement.difference:.3f} ± {judgement.threshold:.3f}"
+                assert f"{interval} ({name.upper()})" in readme

@@ -404,8 +404,17 @@ def test_all_seeds_together_decide_what_each_half_leaves_open(
     assert "| not decided (8 runs) | not decided | holds |" in page
     assert "- Pooled at small size: **holds (16 runs) with seeds 1, 2, 3, 4, 5, 6, 7, 8**" in page
     assert "leave 1 open; all seeds together decide 1 of these." in page
-    pooled = find_state(declaration.pooled(), "small", tmp_path)
-    assert describe_judgement(pooled.results[0].judgements[0]) in page
+    (result,) = find_state(declaration.pooled(), "small", tmp_path).results
+    (judgement,) = result.judgements
+    # Two variants alone have the same interval by their paired runs.
+    assert (
+        f"{describe_judgement(judgement)}; by paired runs ± {judgement.threshold:.3f}: holds"
+        in page
+    )
+    assert (
+        "decide 1 differences; of these, the paired runs of the two variants alone decide 1."
+        in page
+    )
 
 
 def test_one_seed_and_another_decide_together(declaration: Declaration, tmp_path: Path) -> None:
