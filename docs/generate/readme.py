@@ -24,7 +24,7 @@ EVIDENCE = {
 def render() -> str:
     """Returns README.md with the tables by the committed results."""
     results = ROOT / RESULTS
-    (ladder,) = find_items(["ladder"]).values()
+    ladder = find_evidence("ladder", results)
     heads, rows = tabulate(ladder, read_labelled(ladder, "small", results))
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     page = fill(page, "preset", preset_table(results))

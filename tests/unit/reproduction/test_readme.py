@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/reproduction"
 README = (ROOT / "README.md").read_text()
 METHODS = (ROOT / "docs/choosing-a-method.md").read_text()
-(LADDER,) = find_items(["ladder"]).values()
+LADDER = find_evidence("ladder", RESULTS)
 
 
 def small_state(name: str) -> State:
@@ -85,7 +85,52 @@ def test_the_sentences_are_what_the_runs_decide() -> None:
     assert not resolution.is_ahead("+ re-evaluations", "+ replays")
     same_loss, dapo = "grpo with BAPO's loss", "dapo with BAPO's loss"
     assert resolution.is_ahead(same_loss, dapo)
-    assert not resolution.is_ahead("grpo", dapo)
+    assert resolution.is_ahead("grpo", dapo)
+    text = " ".join(README.split())
+    assert (
+        f"GRPO with the same loss ({means[same_loss] - means[dapo]:.3f}) and, with all eight "
+        f"seeds, behind GRPO ({means['grpo'] - means[dapo]:.3f})"
+    ) in text
+
+
+def test_the_results_have_what_the_ladder_decides() -> None:
+    (result,) = find_state(LADDER, "small", RESULTS).results
+    means, resolution = result.means, result.resolution
+    assert resolution is not None
+    page = (ROOT / "docs/results.md").read_text()
+    assert f"differ by {resolution.deviation:.3f} ({resolution.degrees_of_freedom} degrees" in page
+    assert f"differences above {resolution.smallest_difference:.3f} are decided" in page
+    grpo, dapo = "grpo with BAPO's loss", "dapo with BAPO's loss"
+    rungs = ("+ re-evaluations", "+ replays")
+    (above_dapo, replays_above_dapo), (above_grpo, replays_above_grpo) = (
+        [f"(+{means[rung] - means[other]:.3f}" for rung in rungs] for other in (dapo, grpo)
+    )
+    assert f"same loss {above_dapo}), and not of GRPO with it {above_grpo})" in page
+    assert f"both {replays_above_dapo}, {replays_above_grpo[1:]})" in page
+    assert f"loss is {means[grpo] - means['grpo']:.3f} ahead of GRPO: not decided" in page
+    states = [small_state("ladder").name, *(state.name for state in repeated_states("ladder"))]
+    assert states == ["not decided"] * 3
+    again, pooled = (state.results[0].judgements[0] for state in repeated_states("r9"))
+    assert f"{-again.difference:.3f} behind (above {again.threshold:.3f})" in page
+    assert pooled.verdict == "not decided"
+
+
+def test_each_half_of_the_ladders_seeds_decides_the_same() -> None:
+    (item,) = find_items(["ladder"]).values()
+    ahead = [
+        (variant, other)
+        for variant in ("+ replays", "+ re-evaluations")
+        for other in ("grpo", "grpo with BAPO's loss", "dapo with BAPO's loss", "+ filter", "bapo")
+    ]
+    for half in (item, item.repeated()):
+        (result,) = find_state(half, "small", RESULTS).results
+        resolution = result.resolution
+        assert resolution is not None
+        decided = {pair for pair in ahead if resolution.is_ahead(*pair)}
+        assert {pair for pair in ahead if pair[0] == "+ replays"} <= decided
+        assert ("+ re-evaluations", "bapo") in decided
+        assert resolution.is_ahead("grpo with BAPO's loss", "dapo with BAPO's loss")
+        assert resolution.is_ahead("grpo", "bapo")
 
 
 def test_the_pages_have_what_a_delay_costs_with_each_half_of_the_seeds() -> None:
