@@ -378,3 +378,13 @@ def test_the_readme_has_what_paired_runs_leave_open() -> None:
             if is_open:
                 interval = f"{judgement.difference:.3f} ± {judgement.threshold:.3f}"
                 assert f"{interval} ({name.upper()})" in readme
+
+
+def test_the_readme_has_what_replays_bring_under_the_delay() -> None:
+    again, pooled = repeated_states("table1b")
+    for state in (again, pooled):
+        *_, replays = state.results[0].judgements
+        assert (replays.other, replays.verdict) == ("bapo without X3", "holds")
+    assert (
+        f"{replays.difference:.3f} at equal steps (eight seeds, above {replays.threshold:.3f};"
+    ) in " ".join(README.split())
