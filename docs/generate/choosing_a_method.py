@@ -14,7 +14,7 @@ from bapo_core.config import read_values
 from services.reproduction.declarations import Cost, Declaration, Test, read_items
 from services.reproduction.plans import plan_runs
 from services.reproduction.records import RESULTS
-from services.reproduction.states import judge_test, measure_runs, read_labelled
+from services.reproduction.states import TestResult, judge_test, measure_runs, read_labelled
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -63,36 +63,35 @@ def render_table(
 
 
 def _row(statement: Statement, item: Declaration, results: Path) -> list[str]:
-    declared = judge_statement(statement, item, results)
-    if any(each.verdict == "does not hold" for each in declared):
-        raise ValueError(f"{statement.text!r}: the declared seeds decide the opposite; reword it")
-    others = (
-        judge_statement(statement, each, results) for each in (item.repeated(), item.pooled())
+    declared, again, pooled = (
+        judge_statement(statement, each, results) for each in (item, item.repeated(), item.pooled())
     )
+    if declared and any(each.verdict == "does not hold" for each in declared.judgements):
+        raise ValueError(f"{statement.text!r}: the declared seeds decide the opposite; reword it")
     name, *_ = re.split(r":| of 2", item.title)
     source = f"[{name.replace('The ', 'the ')}](reproduction.md#{statement.experiment})"
-    text = f"{statement.text} ({source})"
-    return [text, COSTS[statement.at], *map(describe_decisions, (declared, *others))]
+    cells = [describe_decisions(each.judgements) if each else "" for each in (declared, again)]
+    cells.append(describe_decisions(pooled.judgements, pooled.paired) if pooled else "")
+    return [f"{statement.text} ({source})", COSTS[statement.at], *cells]
 
 
 def judge_statement(
     statement: Statement, declaration: Declaration, results: Path
-) -> Sequence[Judgement]:
-    """Returns what the runs of an experiment decide of a statement; nothing if runs are missing."""
+) -> TestResult | None:
+    """Returns what the runs of an experiment decide of a statement; None if runs are missing."""
     records = read_labelled(declaration, "small", results)
     if len(records) < len(plan_runs(declaration, "small")):
-        return ()
-    return judge_test(statement, records).judgements
+        return None
+    return judge_test(statement, records)
 
 
-def describe_decisions(judgements: Sequence[Judgement]) -> str:
+def describe_decisions(judgements: Sequence[Judgement], paired: Sequence[Judgement] = ()) -> str:
     """Says which differences are decided, such as `yes: 0.089, 0.165 (± 0.073)`.
 
-    If only some of them are, each has its own word: `0.120 yes, 0.032 no (± 0.040)`. Nothing if
-    there are no judgements.
+    If only some of them are, each has its own word: `0.120 yes, 0.032 no (± 0.040)`.
+
+    paired: what paired runs decide of the same differences; it is said which they leave open.
     """
-    if not judgements:
-        return ""
     words = {"holds": "yes", "not decided": "no", "does not hold": "the opposite"}
     said = [words[each.verdict] for each in judgements]
     numbers = [f"{each.difference:.3f}".replace("-", "−") for each in judgements]
@@ -100,7 +99,12 @@ def describe_decisions(judgements: Sequence[Judgement]) -> str:
         listed = f"{said[0]}: {', '.join(numbers)}"
     else:
         listed = ", ".join(f"{number} {word}" for number, word in zip(numbers, said, strict=True))
-    return f"{listed} (± {max(each.threshold for each in judgements):.3f})"
+    left_open = [
+        f"; {number} open by paired runs"
+        for number, each, check in zip(numbers, judgements, paired, strict=False)
+        if each.verdict != "not decided" and check.verdict == "not decided"
+    ]
+    return f"{listed} (± {max(each.threshold for each in judgements):.3f}{''.join(left_open)})"
 
 
 def _rollouts_of_dapo(figure: Declaration, results: Path) -> float:

@@ -157,8 +157,9 @@ def _states(declaration: Declaration, states: ExperimentStates, results: Path) -
     for size, state in states.declared.items():
         if state.results:
             yield ""
-            labelled = read_labelled(declaration, size, results)
-            yield from _results_table(declaration, size, labelled)
+            is_pooled = size == "small" and states.pooled.is_judged
+            shown = declaration.pooled() if is_pooled else declaration
+            yield from _results_table(declaration, size, read_labelled(shown, size, results))
 
 
 def _results_table(

@@ -38,13 +38,14 @@ def test_a_statement_is_judged_by_the_runs_of_its_experiment(statement: Statemen
     for seeds in (item, item.repeated(), item.pooled()):
         judged = judge_statement(statement, seeds, COMMITTED)
         state = find_state(seeds, "small", COMMITTED)
-        assert [(each.variant, each.other) for each in judged] == (
-            list(statement.pairs) if state.is_judged else []
-        )
+        assert (judged is not None) == state.is_judged
+        if judged is None:
+            continue
+        assert [(each.variant, each.other) for each in judged.judgements] == list(statement.pairs)
         for result in state.results:
             if result.test.model_dump(exclude=pairs) == statement.model_dump(exclude=pairs):
                 tested = {(each.variant, each.other): each for each in result.judgements}
-                for each in judged:
+                for each in judged.judgements:
                     assert tested.get((each.variant, each.other), each) == each
 
 
@@ -71,10 +72,19 @@ def test_decisions_are_said_together_where_they_are_alike() -> None:
     ahead = Judgement("new", "old", "holds", 0.0894, 0.0731)
     unsure = Judgement("new", "other", "not decided", -0.0321, 0.0731)
     behind = Judgement("new", "best", "does not hold", -0.2, 0.0731)
-    assert describe_decisions([]) == ""
     assert describe_decisions([ahead]) == "yes: 0.089 (± 0.073)"
     assert describe_decisions([unsure, unsure]) == "no: −0.032, −0.032 (± 0.073)"
     assert describe_decisions([behind]) == "the opposite: −0.200 (± 0.073)"
     assert describe_decisions([ahead, unsure, behind]) == (
         "0.089 yes, −0.032 no, −0.200 the opposite (± 0.073)"
     )
+
+
+def test_what_paired_runs_leave_open_is_said() -> None:
+    first, second = (Judgement("new", old, "holds", 0.1, 0.05) for old in ("a", "b"))
+    unsure = Judgement("new", "b", "not decided", 0.1, 0.12)
+    assert describe_decisions([first, second], [first, second]) == "yes: 0.100, 0.100 (± 0.050)"
+    assert describe_decisions([first, second], [first, unsure]) == (
+        "yes: 0.100, 0.100 (± 0.050; 0.100 open by paired runs)"
+    )
+    assert describe_decisions([unsure], [first]) == "no: 0.100 (± 0.120)"

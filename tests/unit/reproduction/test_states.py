@@ -404,6 +404,7 @@ def test_all_seeds_together_decide_what_each_half_leaves_open(
     assert "| not decided (8 runs) | not decided | holds |" in page
     assert "- Pooled at small size: **holds (16 runs) with seeds 1, 2, 3, 4, 5, 6, 7, 8**" in page
     assert "leave 1 open; all seeds together decide 1 of these." in page
+    assert "At small size, seeds 1, 2, 3, 4, 5, 6, 7, 8: mean ± standard deviation" in page
     (result,) = find_state(declaration.pooled(), "small", tmp_path).results
     (judgement,) = result.judgements
     # Two variants alone have the same interval by their paired runs.
