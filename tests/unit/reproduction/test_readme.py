@@ -348,24 +348,37 @@ def test_the_readme_has_what_r15_decides() -> None:
 
 
 def test_the_readme_has_what_r16_and_r17_decide() -> None:
-    maxrl, both = "maxrl with BAPO's loss", "replays, MaxRL"
+    maxrl = "maxrl with BAPO's loss"
     rule = "replays of the last 256 mixed groups"
     readme = " ".join(README.split())
-    gains, smallest = [], []
-    for name in ("r16", "r17"):
-        result, *_ = small_state(name).results
-        means, resolution = result.means, result.resolution
-        assert resolution is not None
-        assert resolution.is_ahead(both, maxrl)
-        assert not resolution.is_ahead(both, rule)
-        assert not resolution.is_ahead(rule, both)
-        if name == "r17":
-            assert resolution.is_ahead(rule, maxrl)
-            assert f"{means[rule] - means[maxrl]:.3f} ahead of MaxRL with BAPO's loss" in readme
-        gains.append(f"{means[both] - means[maxrl]:.3f}")
-        smallest.append(f"{resolution.smallest_difference:.3f}")
-    assert f"by {gains[0]} on sorting and by {gains[1]} on `distinct`" in readme
-    assert f"(decided above {smallest[0]} and {smallest[1]}; [R16]" in readme
+    halves = {name: (small_state(name), *repeated_states(name)) for name in ("r16", "r17")}
+    # By the declared seeds, by the other ones, and by all of them.
+    for name, other, verdicts in (
+        ("r16", maxrl, ["holds", "holds", "holds"]),
+        ("r17", maxrl, ["holds", "not decided", "holds"]),
+        ("r16", rule, ["not decided", "not decided", "holds"]),
+        ("r17", rule, ["not decided", "not decided", "not decided"]),
+    ):
+        results = [state.results[0] for state in halves[name]]
+        index = [judgement.other for judgement in results[0].judgements].index(other)
+        assert [result.judgements[index].verdict for result in results] == verdicts
+        pooled, paired = results[-1].judgements[index], results[-1].paired[index]
+        difference = f"{pooled.difference:.3f}".replace("-", "−")
+        if other == maxrl:
+            assert f"by {difference} (± {pooled.threshold:.3f}) on" in readme
+        elif name == "r16":
+            assert paired.verdict == "not decided"
+            assert f"({difference}, open by paired runs and with either half)" in readme
+        else:
+            assert f"not on `distinct` ({difference})" in readme
+    ahead = [
+        judge_larger(result.resolution, rule, maxrl)
+        for state in halves["r17"]
+        if (result := state.results[0]).resolution is not None
+    ]
+    assert [each.verdict for each in ahead] == ["holds"] * 3
+    pooled = f"{ahead[-1].difference:.3f} ± {ahead[-1].threshold:.3f}"
+    assert f"ahead of MaxRL with BAPO's loss ({pooled} with eight seeds;" in readme
 
 
 def test_the_readme_has_what_table_1c_decides() -> None:
