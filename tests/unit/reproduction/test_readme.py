@@ -329,6 +329,17 @@ def test_the_rule_of_the_preset_is_ahead_of_methods_with_their_own_learning_rate
     assert f"delay by {', '.join(ahead)} and {last} (± {smallest})" in " ".join(README.split())
 
 
+def test_no_learning_rate_of_three_brings_the_baseline_to_the_replays() -> None:
+    again, pooled = repeated_states("r12")
+    assert again.name == pooled.name == "holds"
+    judgements = pooled.results[0].judgements
+    least = min(judgement.difference for judgement in judgements)
+    assert (
+        f"by {least:.3f} or more (± {judgements[0].threshold:.3f}, eight seeds; [R12]"
+        in " ".join(README.split())
+    )
+
+
 def test_the_readme_has_what_r15_decides() -> None:
     (result,) = small_state("r15").results
     means, resolution = result.means, result.resolution
