@@ -55,7 +55,7 @@ def render_table(
 ) -> str:
     """Returns a table with a row for each statement.
 
-    Raises `ValueError` for a statement of which the declared seeds decide the opposite.
+    Raises `ValueError` if the declared seeds decide the opposite of a statement.
     """
     rows = [list(HEADS), ["---"] * len(HEADS)]
     rows += [_row(each, items[each.experiment], results) for each in statements]

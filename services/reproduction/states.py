@@ -37,8 +37,8 @@ class TestResult:
     """None if the runs do not show how far repetitions differ."""
     resolution: Resolution | None
     paired: Sequence[Judgement]
-    """The same differences by the paired runs of their two variants alone, as a check of the
-    resolution's assumption that all variants have one standard deviation."""
+    """Judgements of the same differences by the paired runs of the two variants alone. They check
+    the assumption of the resolution that all variants have one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
