@@ -52,9 +52,9 @@ make reproduce-small              # all {runs} runs, two at a time: about {hours
 make repeat-small                 # the same with as many other seeds
 ```
 
-The hours are calculated: two runs at a time take {two:g} of the minutes that they take one after the
-other. On two cores without other work 27 runs took 0.62 of them, and 89 runs with tests beside them
-took 0.72.
+The hours are calculated: two runs at a time take {two:g} of the minutes that they take one after
+the other. On two cores without other work 27 runs took 0.62 of them, and 89 runs with tests beside
+them took 0.72.
 
 **Small size** trains models of 0.85 M parameters, mostly on the [tasks for
 comparisons](experiments.md#tasks-for-comparisons). It shows what a method does in this regime. It
