@@ -76,7 +76,7 @@ def compare_states(
     compared = {name: each for name, each in states.items() if each.pooled.is_judged}
     verdicts: dict[object, tuple[Verdict, Verdict, Verdict, Verdict]] = {}
     for name, each in compared.items():
-        for difference, *found in zip(
+        for difference, first, again, pooled, paired in zip(
             _identify_differences(items[name]),
             _verdicts(each.declared["small"]),
             _verdicts(each.repeat),
@@ -84,7 +84,6 @@ def compare_states(
             _verdicts(each.pooled, paired=True),
             strict=True,
         ):
-            first, again, pooled, paired = found
             verdicts.setdefault(difference, (first, again, pooled, paired))
     decided = [(first, again) for first, again, *_ in verdicts.values() if first != UNDECIDED]
     undecided = [pooled for first, _, pooled, _ in verdicts.values() if first == UNDECIDED]
