@@ -100,11 +100,12 @@ def describe_decisions(judgements: Sequence[Judgement], paired: Sequence[Judgeme
     else:
         listed = ", ".join(f"{number} {word}" for number, word in zip(numbers, said, strict=True))
     left_open = [
-        f"; {number} open by paired runs"
+        number
         for number, each, check in zip(numbers, judgements, paired, strict=False)
         if each.verdict != "not decided" and check.verdict == "not decided"
     ]
-    return f"{listed} (± {max(each.threshold for each in judgements):.3f}{''.join(left_open)})"
+    without = f"; {', '.join(left_open)} open by paired runs" if left_open else ""
+    return f"{listed} (± {max(each.threshold for each in judgements):.3f}{without})"
 
 
 def _rollouts_of_dapo(figure: Declaration, results: Path) -> float:

@@ -87,4 +87,7 @@ def test_what_paired_runs_leave_open_is_said() -> None:
     assert describe_decisions([first, second], [first, unsure]) == (
         "yes: 0.100, 0.100 (± 0.050; 0.100 open by paired runs)"
     )
+    assert describe_decisions([first, second], [unsure, unsure]) == (
+        "yes: 0.100, 0.100 (± 0.050; 0.100, 0.100 open by paired runs)"
+    )
     assert describe_decisions([unsure], [first]) == "no: 0.100 (± 0.120)"
