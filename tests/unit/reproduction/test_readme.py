@@ -253,8 +253,12 @@ def test_the_pages_have_what_r18_decides() -> None:
 
 
 def test_the_readme_has_what_all_seeds_decide_with_one_set_of_prompts() -> None:
-    for name, task in (("r10", "sorting"), ("r11", "`distinct`")):
-        _, pooled = repeated_states(name)
+    for name, task, others in (
+        ("r10", "sorting", ["holds", "not decided", "holds"]),
+        ("r11", "`distinct`", ["not decided", "holds", "holds"]),
+    ):
+        again, pooled = repeated_states(name)
+        assert [judgement.verdict for judgement in again.results[0].judgements] == others
         assert pooled.name == "holds"
         grpo, second_pass, dapo = pooled.results[0].judgements
         assert (
@@ -305,6 +309,14 @@ def test_the_rule_of_the_preset_is_ahead_of_methods_with_their_own_learning_rate
     assert f"delay by {', '.join(ahead)} and {last} (± {smallest})" in README_TEXT
 
 
+def test_no_learning_rate_of_three_brings_the_baseline_to_the_replays() -> None:
+    again, pooled = repeated_states("r12")
+    assert again.name == pooled.name == "holds"
+    shown = [f"{judgement.difference:.3f}" for judgement in pooled.results[0].judgements]
+    smallest = f"{pooled.results[0].judgements[0].threshold:.3f}"
+    assert f"yes: {', '.join(shown)} (± {smallest})" in METHODS
+
+
 def test_the_readme_has_what_r15_decides() -> None:
     (result,) = repeated_states("r15")[1].results
     means, resolution = result.means, result.resolution
@@ -313,6 +325,7 @@ def test_the_readme_has_what_r15_decides() -> None:
     for label in ("maxrl", "remix-grpo"):
         assert not resolution.is_ahead(rule, label)
         assert not resolution.is_ahead(label, rule)
+    assert resolution.is_ahead(rule, "arpo")
     maxrl, remix = (f"{means[rule] - means[label]:.3f}" for label in ("maxrl", "remix-grpo"))
     smallest = f"{resolution.smallest_difference:.3f}"
     assert (
@@ -322,19 +335,35 @@ def test_the_readme_has_what_r15_decides() -> None:
 
 def test_the_readme_has_what_replays_bring_with_the_advantages_of_maxrl() -> None:
     maxrl = "maxrl with BAPO's loss"
-    for name, text in (
-        ("r16", "by {} (± {}, eight seeds) on sorting ([R16]"),
-        ("r17", "by {} (± {}) on `distinct` ([R17]"),
+    rule = "replays of the last 256 mixed groups"
+    halves = {name: (small_state(name), *repeated_states(name)) for name in ("r16", "r17")}
+    texts = {
+        "r16": "by {} (± {}, eight seeds) on sorting ([R16]",
+        "r17": "by {} (± {}) on `distinct` ([R17]",
+    }
+    # By the declared seeds, by the other ones, and by all of them.
+    for name, other, verdicts in (
+        ("r16", maxrl, ["holds", "holds", "holds"]),
+        ("r17", maxrl, ["holds", "not decided", "holds"]),
+        ("r16", rule, ["not decided", "not decided", "holds"]),
+        ("r17", rule, ["not decided", "not decided", "not decided"]),
     ):
-        result, *_ = repeated_states(name)[1].results
-        (judgement,) = (each for each in result.judgements if each.other == maxrl)
-        assert judgement.verdict == "holds"
-        shown = (f"{value:.3f}" for value in (judgement.difference, judgement.threshold))
-        assert text.format(*shown) in README_TEXT
-    assert result.resolution is not None
-    ahead = judge_larger(result.resolution, "replays of the last 256 mixed groups", maxrl)
-    assert ahead.verdict == "holds"
-    interval = f"{ahead.difference:.3f} ± {ahead.threshold:.3f}"
+        results = [state.results[0] for state in halves[name]]
+        index = [judgement.other for judgement in results[0].judgements].index(other)
+        assert [result.judgements[index].verdict for result in results] == verdicts
+        pooled = results[-1].judgements[index]
+        if other == maxrl:
+            shown = (f"{value:.3f}" for value in (pooled.difference, pooled.threshold))
+            assert texts[name].format(*shown) in README_TEXT
+        elif name == "r16":
+            assert results[-1].paired[index].verdict == "not decided"
+    ahead = [
+        judge_larger(result.resolution, rule, maxrl)
+        for state in halves["r17"]
+        if (result := state.results[0]).resolution is not None
+    ]
+    assert [each.verdict for each in ahead] == ["holds"] * 3
+    interval = f"{ahead[-1].difference:.3f} ± {ahead[-1].threshold:.3f}"
     assert f"ahead of MaxRL with BAPO's loss ({interval})." in README_TEXT
 
 
