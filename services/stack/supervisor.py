@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_core.errors import BapoError
+from services.common.listener import bind_address
 from services.common.process import (
     STOP_WITHIN_S,
     ChildProcess,
@@ -177,18 +178,18 @@ def _reason(child: _Child, code: int) -> str:
 
 @contextmanager
 def reserve_ports(count: int) -> Iterator[list[int]]:
-    """Yields ports of 127.0.0.1 that the kernel assigns to no other socket before the exit.
+    """Yields ports that the kernel assigns to no other socket of this machine before the exit.
 
     The kernel chooses neither a port for a client's connection nor a free port (port 0) where a
-    socket is bound. A program that names the port and sets SO_REUSEADDR, as Go, asyncio and
-    PyTorch do, can still listen on it, because these sockets do not listen.
+    socket is bound to the same address or to all, as these sockets are: Gloo listens on ports of
+    the host's own address, where PyTorch's store, which takes all addresses, then finds its port in
+    use. A program that names the port and sets SO_REUSEADDR, as Go, asyncio and PyTorch do, can
+    still listen on it, because these sockets do not listen.
     """
     with ExitStack() as sockets:
         ports = []
         for _ in range(count):
-            bound = sockets.enter_context(socket.socket())
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(("127.0.0.1", 0))
+            bound = sockets.enter_context(bind_address("::", 0))
             ports.append(bound.getsockname()[1])
         yield ports
 

@@ -330,8 +330,15 @@ def test_the_log_of_an_earlier_child_is_kept(tmp_path: Path) -> None:
 # ---- ports --------------------------------------------------------------------------------------
 
 
-def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(reserved_port: int) -> None:
-    """A port that was merely free a moment ago went to some client before SeaweedFS listened."""
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])
+def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(
+    reserved_port: int, address: str
+) -> None:
+    """A port that was merely free a moment ago went to some client before SeaweedFS listened.
+
+    One of 127.0.0.1 alone went to Gloo, on the host's address, before PyTorch's store listened on
+    all addresses.
+    """
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -341,18 +348,18 @@ def test_the_kernel_gives_a_reserved_port_only_to_those_who_name_it(reserved_por
                     only = reserved_port | reserved_port << 16
                     other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", only))
                     other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
-                    call, address = (
+                    call, target = (
                         (other.connect, server.getsockname())
                         if connects
-                        else (other.bind, ("127.0.0.1", 0))
+                        else (other.bind, (address, 0))
                     )
                     with pytest.raises(OSError, match=r"in use|Cannot assign"):
-                        call(address)
+                        call(target)
     with socket.socket() as named:
         named.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        named.bind(("127.0.0.1", reserved_port))
+        named.bind((address, reserved_port))
         named.listen()
-        with socket.create_connection(("127.0.0.1", reserved_port)):
+        with socket.create_connection((address, reserved_port)):
             pass
 
 
