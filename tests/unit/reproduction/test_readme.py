@@ -283,6 +283,7 @@ FAMILIES = (
     "replays of the last 256 mixed groups",
     "bapo",
 )
+RATES = ("5e-5", "1e-4", "2e-4")
 
 
 def test_each_method_has_the_learning_rate_that_was_chosen_by_other_prompts_and_runs() -> None:
@@ -291,14 +292,35 @@ def test_each_method_has_the_learning_rate_that_was_chosen_by_other_prompts_and_
     assert {run.config().task.data_seed for run in plan_runs(judged, "small")} == {0}
     means = find_state(chosen, "small", RESULTS).results[0].means
     best = {
-        family: max((means[f"{family}, {rate}"], rate) for rate in ("5e-5", "1e-4", "2e-4"))[1]
-        for family in FAMILIES
+        family: max((means[f"{family}, {rate}"], rate) for rate in RATES)[1] for family in FAMILIES
     }
     variants = judged.variants_at("small")
     assert {label.removesuffix(", 5e-5") for label in variants} == set(best)
     for family, rate in best.items():
         label = f"{family}, {rate}" if rate != "1e-4" else family
         assert variants[label] == chosen.variants_at("small")[f"{family}, {rate}"], family
+
+
+def test_two_further_runs_choose_the_same_learning_rates_but_for_grpo() -> None:
+    states = [small_state("r13"), *repeated_states("r13")]
+    best = {
+        family: [
+            max((state.results[0].means[f"{family}, {rate}"], rate) for rate in RATES)[1]
+            for state in states
+        ]
+        for family in FAMILIES
+    }
+    assert [family for family, rates in best.items() if len(set(rates)) > 1] == ["grpo"]
+    assert best["grpo"] == ["5e-5", "1e-4", "1e-4"]
+    assert set(best["bapo"]) == {RATES[0]}
+    (against, _) = states[2].results[0].judgements
+    assert abs(against.difference) < against.threshold
+    smallest = f"{against.threshold:.3f}"
+    assert f"from 1e-4 ({against.difference:.3f} ± {smallest}), and it is behind" in README_TEXT
+    resolution = states[2].results[0].resolution
+    assert resolution is not None
+    for rate in ("5e-5", "1e-4"):
+        assert resolution.is_ahead("replays of the last 256 mixed groups, 1e-4", f"grpo, {rate}")
 
 
 def test_the_rule_of_the_preset_is_ahead_of_methods_with_their_own_learning_rates() -> None:
