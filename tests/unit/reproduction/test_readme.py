@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks/results/reproduction"
 README = (ROOT / "README.md").read_text()
 README_TEXT = " ".join(README.split())
+RESULTS_PAGE = (ROOT / "docs/results.md").read_text()
 METHODS = (ROOT / "docs/choosing-a-method.md").read_text()
 LADDER = find_evidence("ladder", RESULTS)
 
@@ -401,7 +402,13 @@ def test_the_readme_has_what_table_1c_decides() -> None:
     assert resolution.is_ahead("bapo", "grpo")
     assert paired["grpo"].verdict == "not decided"
     ahead = f"{means['bapo'] - means['grpo']:.3f}"
-    assert f"BAPO is ahead of GRPO as well ({ahead}), which paired runs leave open" in README_TEXT
+    assert f"GRPO as well ({ahead}), which paired runs and equal tokens leave open" in README_TEXT
+    tokens = resolve_accuracy(
+        find_items(["table1c"])["table1c"].pooled(), "generated tokens", RESULTS
+    )
+    assert tokens.is_ahead("bapo", "bapo without X3")
+    assert not tokens.is_ahead("bapo", "grpo")
+    assert f"by {ahead} ± {resolution.smallest_difference:.3f}" in RESULTS_PAGE
 
 
 def test_the_readme_has_what_r1_decides() -> None:
