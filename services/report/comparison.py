@@ -108,6 +108,9 @@ UNITS = {
 }
 """Units of the costs at which accuracies are compared, by their names."""
 
+END = "the end of each run"
+"""Name of the cost of a whole run, whatever it was."""
+
 COSTS: dict[str, Callable[[StepView], float]] = {
     "training steps": lambda step: 1.0,  # noqa: ARG005
     "training responses": lambda step: float(step.rollouts),
@@ -150,7 +153,7 @@ def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:
     }
     (directory / "comparison.json").write_text(json.dumps(data) + "\n")
     path = directory / "comparison.html"
-    path.write_text(_page(variants, measures, table, differences, decisions), encoding="utf-8")
+    path.write_text(_page(variants, table, differences, decisions), encoding="utf-8")
     return path
 
 
@@ -182,29 +185,49 @@ def measures_of(results: Sequence[RunResult]) -> list[Measure]:
     costs. The best checkpoint is that of the evaluations which cost no more than this run. Between
     runs of different numbers of steps, the last evaluations of each run come first.
     """
-    what = evaluation_measure_of(results)
-    same_steps = len({result.history.config.steps for result in results}) == 1
-    own_steps = COSTS["training steps"]
-    measures, best = [], []
-    if not same_steps:
-        measures.append(Measure(f"final {what}", _final(what, own_steps), True))
-        best.append(Measure("best checkpoint", lambda run: max(run.values(what)), True))
-    for name, cost in COSTS.items():
-        costs = cheapest_curve([result.curve(what, cost) for result in results]).last_costs
-        point = f"{costs[-1]:,.0f} {UNITS[name]}"
-        if cost is own_steps and same_steps:
-            point = "equal steps"
-        measures.append(Measure(f"{what} at {point}", _mean_at(what, cost, costs), True))
-        best.append(Measure(f"best checkpoint at {point}", _best_at(what, cost, costs[-1]), True))
+    scores = scores_of(results).values()
     return [
-        *measures,
-        *best,
+        *(score for score, _ in scores),
+        *(best for _, best in scores),
         Measure("held-out prompts at 0", lambda run: run.final.bins[0] / run.final.prompts, False),
         Measure("unlocked", lambda run: run.history.migration.unlocked_fraction, True),
         Measure("rollouts", _total(COSTS["training responses"])),
         Measure("generated tokens", _total(COSTS["generated tokens"])),
         Measure("seconds of the trainer", _total(_trainer_seconds)),
     ]
+
+
+def scores_of(results: Sequence[RunResult]) -> dict[str, tuple[Measure, Measure]]:
+    """Returns the accuracy, or the reward, and the best checkpoint of a run, by their cost.
+
+    Between runs of different numbers of steps the first cost is `END`: the whole run.
+    """
+    what = evaluation_measure_of(results)
+    same_steps = len({result.history.config.steps for result in results}) == 1
+    own_steps = COSTS["training steps"]
+    scores = {}
+    if not same_steps:
+        scores[END] = (
+            Measure(f"final {what}", _final(what, own_steps), True),
+            Measure("best checkpoint", lambda run: max(run.values(what)), True),
+        )
+    for name, cost in COSTS.items():
+        costs = cheapest_curve([result.curve(what, cost) for result in results]).last_costs
+        point = f"{costs[-1]:,.0f} {UNITS[name]}"
+        if cost is own_steps and same_steps:
+            point = "equal steps"
+        scores[name] = (
+            Measure(f"{what} at {point}", _mean_at(what, cost, costs), True),
+            Measure(f"best checkpoint at {point}", _best_at(what, cost, costs[-1]), True),
+        )
+    return scores
+
+
+def explained_scores_of(results: Sequence[RunResult]) -> list[tuple[Measure, Measure]]:
+    """Returns the scores whose resolution a comparison explains: at equal steps, or at the end of
+    runs of different lengths, and at equal generated tokens."""
+    scores = scores_of(results)
+    return [next(iter(scores.values())), scores["generated tokens"]]
 
 
 def _final(
@@ -307,6 +330,15 @@ def explain_decision(decision: dict[str, Any] | None) -> str:
     )
 
 
+def _explain(decisions: Decisions, scores: Sequence[Measure]) -> list[str]:
+    """Returns what the runs decide of each score, or once that nothing is decided of any."""
+    if not any(decisions[score.name] for score in scores):
+        return [explain_decision(None)]
+    return [
+        f"{score.name.capitalize()}: {explain_decision(decisions[score.name])}" for score in scores
+    ]
+
+
 def show_places(decision: dict[str, Any] | None, label: str) -> str:
     """Returns the places that a variant may have, such as `1-3`, or `-` if nothing is decided."""
     if decision is None:
@@ -362,7 +394,6 @@ def _spread(values: Sequence[float]) -> Spread:
 
 def _page(
     variants: Variants,
-    measures: Sequence[Measure],
     table: dict[str, dict[str, Spread]],
     differences: dict[str, dict[str, Spread]],
     decisions: Decisions,
@@ -376,14 +407,14 @@ def _page(
     many = len(variants) > MOST_NAMED
     heading = f"{len(variants)} variants" if many else " · ".join(variants)
     first = next(iter(variants))
-    primary = measures[0].name
     tables = _table("Mean ± standard deviation", table, _spread_cell)
     tables += _places_table(decisions)
     tables += (
         f"<p>Each {evaluation_measure_of(results)} is the mean of the last {LAST_EVALUATIONS} "
-        "evaluations. "
-        f"{html.escape(f'{primary.capitalize()}: {explain_decision(decisions[primary])}')}</p>"
+        "evaluations.</p>"
     )
+    for explanation in _explain(decisions, [score for score, _ in explained_scores_of(results)]):
+        tables += f"<p>{html.escape(explanation)}</p>"
     if differences:
         pairs = max(value["seeds"] for row in differences.values() for value in row.values())
         interval = (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import click
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from services.report.comparison import RunResult
 
 DEFAULT_ALGORITHMS = "bapo,grpo,dapo"
+PROMPTS = 500
+"""Held-out prompts that a comparison should have: fewer stand badly for others like them."""
 
 
 @click.command
@@ -90,9 +94,9 @@ def compare(
     is not trained again, and one that was interrupted goes on. The page with the comparison is
     written to `runs/NAME-comparison` after each run.
 
-    It states which differences this many seeds decide, and gives each variant the places that its
-    runs leave open: two variants whose difference is not decided share them. With one seed there
-    are no places.
+    It states which differences this many seeds decide, at equal steps and at equal generated
+    tokens, and gives each variant the places that its runs leave open: two variants whose
+    difference is not decided share them. With one seed there are no places.
 
     \b
     Examples:
@@ -119,7 +123,7 @@ def compare(
     console, home = plain_console(), default_home()
 
     def compare_runs(runs: Sequence[PlannedRun], name: str) -> None:
-        for warning in _list_warnings(runs):
+        for warning in [*_list_warnings(runs), *_warn_of_few_prompts(runs)]:
             console.print(f"note: {warning}", soft_wrap=True)
         directory = REPORTS / f"{name}-comparison"
         page = train_and_compare(
@@ -159,6 +163,21 @@ def _list_warnings(runs: Sequence[PlannedRun]) -> list[str]:
         warning if set(of) == set(labels) else f"{', '.join(dict.fromkeys(of))}: {warning}"
         for warning, of in warned.items()
     ]
+
+
+def _warn_of_few_prompts(runs: Sequence[PlannedRun]) -> Iterator[str]:
+    """Yields a warning if the variants are evaluated on fewer held-out prompts than `PROMPTS`."""
+    configs = [planned.config for planned in runs]
+    fewest = min(config.evaluation_sets[config.primary_set].prompts for config in configs)
+    if fewest < PROMPTS:
+        # An accuracy of 0.5, with prompts that are always solved or never, varies most.
+        quantile = NormalDist().inv_cdf(0.975)
+        interval, narrower = (quantile * 0.5 / math.sqrt(count) for count in (fewest, PROMPTS))
+        yield (
+            f"evaluations have at most {fewest} held-out prompts: on other prompts like them an "
+            f"accuracy differs by up to ± {interval:.3f} (95%), and with task.test_prompts="
+            f"{PROMPTS}, if the task has as many, by up to ± {narrower:.3f}"
+        )
 
 
 def train_and_compare(
@@ -208,23 +227,27 @@ def _print_table(results: Sequence[RunResult], console: Console) -> None:
         comparison_table,
         decide,
         explain_decision,
+        explained_scores_of,
         group_by_label,
-        measures_of,
         show_places,
     )
 
-    variants, measures = group_by_label(results), measures_of(results)
-    primary = measures[0]
-    best = next(measure for measure in measures if measure.name.startswith("best checkpoint"))
-    table = comparison_table(variants, [primary, best])
-    decision = decide(variants, [primary])[primary.name]
+    variants = group_by_label(results)
     width = max(map(len, variants))
-    console.print(f"{primary.name}, the mean of the last evaluations, and best checkpoint:")
-    for label, runs in variants.items():
-        spread = table[label][primary.name]
-        console.print(
-            f"{label:{width}}  {spread['mean']:.3f} (lowest {spread['lowest']:.3f}, highest "
-            f"{spread['highest']:.3f}, of {len(runs)} seeds), best "
-            f"{table[label][best.name]['mean']:.3f}, place {show_places(decision, label)}",
-        )
-    console.print(explain_decision(decision), soft_wrap=True)
+    scores = explained_scores_of(results)
+    decisions = decide(variants, [score for score, _ in scores])
+    for score, best in scores:
+        table = comparison_table(variants, [score, best])
+        decision = decisions[score.name]
+        console.print(f"{score.name}, the mean of the last evaluations, and best checkpoint:")
+        for label, runs in variants.items():
+            spread = table[label][score.name]
+            console.print(
+                f"{label:{width}}  {spread['mean']:.3f} (lowest {spread['lowest']:.3f}, highest "
+                f"{spread['highest']:.3f}, of {len(runs)} seeds), best "
+                f"{table[label][best.name]['mean']:.3f}, place {show_places(decision, label)}",
+            )
+        if decision is not None:
+            console.print(explain_decision(decision), soft_wrap=True)
+    if not any(decisions.values()):
+        console.print(explain_decision(None), soft_wrap=True)

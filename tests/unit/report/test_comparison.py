@@ -22,6 +22,8 @@ from services.cli.variants import PlannedRun, parse_variant, plan_runs
 from services.report.comparison import (
     COSTS,
     RunResult,
+    explain_decision,
+    explained_scores_of,
     write_comparison,
 )
 from services.report.summary import RunHistory
@@ -212,12 +214,17 @@ def test_fewer_prompts_at_0_are_better(tmp_path: Path) -> None:
     assert "rollouts" not in found
 
 
-def test_one_seed_gives_no_places(tmp_path: Path) -> None:
-    page = write_comparison(scores({"a": [0.9], "b": [0.1]}), tmp_path).read_text()
+def test_one_seed_gives_no_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = scores({"a": [0.9], "b": [0.1]})
+    page = write_comparison(runs, tmp_path).read_text()
     found = json.loads((tmp_path / "comparison.json").read_text())["resolution"]
     assert set(found.values()) == {None}
-    assert "no variant has a place" in page
+    assert page.count("no variant has a place") == 1
     assert "Places that" not in page
+    compare._print_table(runs, Console(width=500))
+    printed = capsys.readouterr().out
+    assert printed.count("no variant has a place") == 1
+    assert printed.count("place -\n") == 4  # two variants at equal steps and at equal tokens
 
 
 FUNCTION = ("task.reward=rewards.py:score", "task.train_path=a.jsonl", "task.test_path=b.jsonl")
@@ -255,7 +262,8 @@ def test_runs_without_a_notion_of_correct_are_compared_by_their_rewards(
     assert f"mean held-out {what} {0.5 if of_reward else accuracies[0]:.3f}" in page
     assert all(f"Held-out {what} by {name}" in page for name in COSTS)
     compare._print_table(runs, Console(width=200))
-    assert f"{what} at equal steps, the mean" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{what} at equal steps, the mean" in printed
 
 
 @pytest.mark.parametrize("label", ["_base", "a $x$ b", r"a $\frac$ b"])
@@ -299,6 +307,47 @@ def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
     assert (tmp_path / "comparison.html").exists()
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == "dashboard  http://127.0.0.1:8700/"
+
+
+def test_the_resolution_is_explained_at_equal_steps_and_at_equal_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Equal at equal steps, while `dear` generates twice the tokens.
+    runs = [
+        result(label, seed, [0.0, 0.25, 0.5 + shift / 64], rollouts)
+        for label, rollouts in (("cheap", 10), ("dear", 20))
+        for seed, shift in ((1, 0), (2, 1), (3, 2 if label == "dear" else 1))
+    ]
+    steps, tokens = (score.name for score, _ in explained_scores_of(runs))
+    assert steps == "accuracy at equal steps"
+    assert tokens.startswith("accuracy at ")
+    assert tokens.endswith(" tokens")
+    page = write_comparison(runs, tmp_path).read_text()
+    found = json.loads((tmp_path / "comparison.json").read_text())["resolution"]
+    compare._print_table(runs, Console(width=500))
+    printed = capsys.readouterr().out
+    for name, places in ((steps, ["1-2", "1-2"]), (tokens, ["1", "2"])):
+        explained = explain_decision(found[name])
+        assert f"<p>{name.capitalize()}: {explained}</p>" in page
+        heading, *rows, explanation = printed[printed.index(f"{name}, the mean") :].splitlines()[:4]
+        assert [row.rsplit("place ", 1)[1] for row in rows] == places, heading
+        assert explanation == explained
+
+
+@pytest.mark.parametrize(
+    ("overrides", "interval"),
+    [
+        (["task.test_prompts=500"], None),
+        (["task.test_prompts=200"], "at most 200 held-out prompts: on other prompts like them an"),
+        (["evaluation.sets={a: {prompts: 100}, b: {prompts: 500}}"], "differs by up to ± 0.098"),
+        (["evaluation.sets={a: {prompts: 100}, b: {prompts: 500}}", "evaluation.primary=b"], None),
+    ],
+)
+def test_few_held_out_prompts_are_warned_about(overrides: list[str], interval: str | None) -> None:
+    variants = [parse_variant("a:"), parse_variant("b: steps=4")]
+    warnings = list(compare._warn_of_few_prompts(plan_runs(None, overrides, variants, [1])))
+    assert len(warnings) == (0 if interval is None else 1)
+    assert all(interval is not None and interval in each for each in warnings)
 
 
 def test_each_warning_names_the_variants_that_it_is_about() -> None:
