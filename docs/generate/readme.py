@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bapo_core.resolution import Resolution, resolve
-from services.reproduction.declarations import Cost, Declaration, find_items
+from services.reproduction.declarations import Declaration, find_items
 from services.reproduction.records import RESULTS
-from services.reproduction.states import find_state, measure_runs, read_labelled
-from services.reproduction.tables import tabulate
+from services.reproduction.states import find_state, read_labelled
+from services.reproduction.tables import DECIDED_ABOVE, tabulate
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = "replays of the last 256 mixed groups"
@@ -48,7 +47,7 @@ def preset_table(results: Path) -> list[list[str]]:
     Two rows below the variants have the resolution of each column and its number of seeds.
     """
     rows: dict[str, list[str]] = {}
-    smallest, seeds = ["decided above"], ["seeds"]
+    seeds = ["seeds"]
     for column, name in enumerate(EVIDENCE):
         item = find_evidence(name, results)
         heads, cells = tabulate(item, read_labelled(item, "small", results))
@@ -56,12 +55,11 @@ def preset_table(results: Path) -> list[list[str]]:
         for label, *values in cells:
             row = rows.setdefault(label, ["not run"] * len(EVIDENCE))
             row[column] = values[accuracy - 1]
-        resolution = resolve_accuracy(item, "generated tokens", results)
-        smallest.append(f"{resolution.smallest_difference:.3f}")
         plan = item.plan_at("small")
         assert plan is not None
         seeds.append(str(len(plan.seeds)))
     preset = ["`bapo_on_policy`", *rows.pop(PRESET)]
+    smallest = [DECIDED_ABOVE, *rows.pop(DECIDED_ABOVE)]
     head = ["held-out accuracy at equal generated tokens", *EVIDENCE.values()]
     variants = [[label, *cells] for label, cells in rows.items()]
     return [head, ["---"] * len(head), *variants, preset, smallest, seeds]
@@ -72,14 +70,3 @@ def find_evidence(name: str, results: Path) -> Declaration:
     (item,) = find_items([name]).values()
     pooled = item.pooled()
     return pooled if find_state(pooled, "small", results).is_judged else item
-
-
-def resolve_accuracy(item: Declaration, cost: Cost, results: Path) -> Resolution:
-    """Returns what the results of an experiment decide of accuracies at equal cost.
-
-    Raises `ValueError` if they do not show how far repetitions of a run differ.
-    """
-    resolution = resolve(measure_runs("accuracy", cost, read_labelled(item, "small", results)))
-    if resolution is None:
-        raise ValueError(f"{item.title}: one seed or one variant decides nothing")
-    return resolution

@@ -177,7 +177,8 @@ def _results_table(
     seeds = dict.fromkeys(each.record.seed for each in results)
     yield (
         f"At {size} size, seeds {', '.join(map(str, seeds))}: mean ± standard deviation, and in "
-        "parentheses the places that the variant may have."
+        "parentheses the places that the variant may have. The best checkpoint is the highest "
+        "evaluation at equal training steps."
     )
     yield ""
     yield f"| {' | '.join(heads)} |"

@@ -11,6 +11,8 @@ from services.reproduction.states import LOWER_IS_BETTER, LabelledRecord, measur
 
 COSTS = {"rollouts", "tokens"}
 """Measures of what a run costs. Variants have no places by a cost."""
+DECIDED_ABOVE = "decided above"
+"""Label of the row that has the resolution of each score."""
 
 
 def tabulate(
@@ -19,25 +21,30 @@ def tabulate(
     """Returns the heads and the rows of a table: a row for each variant, in declared order.
 
     A score is the mean over the seeds ± the standard deviation, and in parentheses the places that
-    the variant may have: all true places lie within a column's places with 95% probability. There
-    are no places with one seed, or with one variant. A cost is the mean alone.
+    the variant may have: all true places lie within a column's places with 95% probability. The
+    last row, `DECIDED_ABOVE`, has the smallest difference that is decided for every pair of
+    variants. There are no places, and no such row, with one seed or with one variant. A cost is the
+    mean alone.
 
     results: of all runs of the experiment.
     """
     labels = list(dict.fromkeys(each.label for each in results))
     rows: dict[str, list[str]] = {label: [label] for label in labels}
     columns = _columns(declaration)
+    smallest = [DECIDED_ABOVE]
     for measure, at in columns.values():
         observations = measure_runs(measure, at, results)
         is_cost = measure in COSTS
         resolution = None if is_cost else resolve(observations)
         higher = measure not in LOWER_IS_BETTER
         places = {} if resolution is None else resolution.places(higher_is_better=higher)
+        smallest.append("" if resolution is None else f"{resolution.smallest_difference:.3f}")
         for label in labels:
             values = [each.value for each in observations if each.variant == label]
             shown = f"{mean(values):,.0f}" if is_cost else _score(values, places.get(label))
             rows[label].append(shown)
-    return ["variant", *columns], list(rows.values())
+    decided = [smallest] if any(smallest[1:]) else []
+    return ["variant", *columns], [*rows.values(), *decided]
 
 
 def _columns(declaration: Declaration) -> dict[str, tuple[Measure, Cost]]:
@@ -48,6 +55,7 @@ def _columns(declaration: Declaration) -> dict[str, tuple[Measure, Cost]]:
         for cost in dict.fromkeys([*costs, "generated tokens"])
     }
     return columns | {
+        "best checkpoint": ("best", "training steps"),
         "held-out prompts at 0": ("unsolved", "training steps"),
         "generated tokens": ("tokens", "training steps"),
     }

@@ -8,14 +8,16 @@ from statistics import mean
 
 from bapo_core.claims import judge_larger
 from bapo_core.config import config_from, merge
+from bapo_core.resolution import Resolution, decide_pairwise, paired_difference, resolve
 from bapo_core.types import ESS_DECAY
 from docs.generate.__main__ import PAGES
-from docs.generate.readme import find_evidence, resolve_accuracy
-from services.reproduction.declarations import find_items, read_setup
+from docs.generate.readme import find_evidence
+from services.reproduction.declarations import Cost, Declaration, find_items, read_setup
 from services.reproduction.plans import plan_runs
 from services.reproduction.states import (
     State,
     find_state,
+    measure_runs,
     read_labelled,
 )
 from services.reproduction.tables import tabulate
@@ -39,6 +41,13 @@ def repeated_states(name: str) -> tuple[State, State]:
     item = find_items([name])[name]
     again, pooled = item.repeated(), item.pooled()
     return find_state(again, "small", RESULTS), find_state(pooled, "small", RESULTS)
+
+
+def resolve_accuracy(item: Declaration, cost: Cost) -> Resolution:
+    """Returns what the committed results of an experiment decide of accuracies at equal cost."""
+    resolution = resolve(measure_runs("accuracy", cost, read_labelled(item, "small", RESULTS)))
+    assert resolution is not None
+    return resolution
 
 
 def test_the_tables_are_current() -> None:
@@ -93,9 +102,7 @@ def test_the_page_of_methods_has_what_all_seeds_decide_of_the_default() -> None:
     assert result.resolution is not None
     behind = judge_larger(result.resolution, "grpo", "bapo")
     (item,) = find_items(["r5"]).values()
-    delayed = judge_larger(
-        resolve_accuracy(item.pooled(), "training steps", RESULTS), "bapo", "grpo, v = 5"
-    )
+    delayed = judge_larger(resolve_accuracy(item.pooled(), "training steps"), "bapo", "grpo, v = 5")
     assert behind.verdict == delayed.verdict == "holds"
     text = " ".join(METHODS.split())
     assert f"without a delay ({behind.difference:.3f} ± {behind.threshold:.3f})" in text
@@ -111,9 +118,11 @@ def test_the_sentences_are_what_the_runs_decide() -> None:
     means = result.means
     ahead = [means["+ replays"] - means[label] for label in behind]
     assert all(resolution.is_ahead("+ replays", label) for label in behind)
-    assert f"by {min(ahead):.3f} to {max(ahead):.3f}" in README
+    smallest = f"(± {resolution.smallest_difference:.3f})"
+    assert f"by {min(ahead):.3f} to {max(ahead):.3f} {smallest}" in README
     assert resolution.is_ahead("+ re-evaluations", "bapo")
-    assert f"v = 1 it is {means['+ re-evaluations'] - means['bapo']:.3f} ahead" in README
+    v1_ahead = means["+ re-evaluations"] - means["bapo"]
+    assert f"v = 1 it is {v1_ahead:.3f} ahead {smallest}" in README_TEXT
     assert not resolution.is_ahead("+ replays", "+ re-evaluations")
     assert not resolution.is_ahead("+ re-evaluations", "+ replays")
     same_loss, dapo = "grpo with BAPO's loss", "dapo with BAPO's loss"
@@ -123,10 +132,28 @@ def test_the_sentences_are_what_the_runs_decide() -> None:
         f"GRPO with BAPO's loss ({means[same_loss] - means[dapo]:.3f}) and behind GRPO "
         f"({means['grpo'] - means[dapo]:.3f}; the first four seeds leave it open"
     ) in README_TEXT
-    assert f"by {means['grpo'] - means['bapo']:.3f} at equal tokens" in README_TEXT
+    assert f"At equal tokens {smallest} it is behind" in README_TEXT
+    assert f"by {means['grpo'] - means['bapo']:.3f} at equal tokens {smallest}" in README_TEXT
     behind = means["+ replays"] - means["+ re-evaluations"]
-    assert f"are {behind:.3f} behind at equal ones, which is not decided (±" in README_TEXT
+    assert f"are {behind:.3f} behind at equal ones, which is not decided {smallest}" in README_TEXT
     assert f"{means['grpo'] - means[dapo]:.3f} open by paired runs" in METHODS
+
+
+def test_the_readme_has_what_the_ladder_decides_at_equal_steps() -> None:
+    resolution = resolve_accuracy(LADDER, "training steps")
+    smallest = f"± {resolution.smallest_difference:.3f}"
+    dapo = "dapo with BAPO's loss"
+    assert all(resolution.is_ahead(dapo, each) for each in resolution.variants if each != dapo)
+    assert f"above all others at equal steps ({smallest})" in README_TEXT
+    replays = judge_larger(resolution, "+ replays", "+ re-evaluations")
+    assert replays.verdict == "not decided"
+    assert f"decided either ({replays.difference:.3f} {smallest})" in README_TEXT
+    delayed = judge_larger(
+        resolve_accuracy(find_evidence("r5", RESULTS), "training steps"), "bapo", "grpo, v = 5"
+    )
+    assert delayed.verdict == "holds"
+    interval = f"{delayed.difference:.3f} ± {delayed.threshold:.3f}"
+    assert f"GRPO with the same delay ({interval}; [R5]" in README_TEXT
 
 
 def test_the_results_have_what_the_ladder_decides() -> None:
@@ -187,9 +214,19 @@ def test_the_page_of_experiments_has_what_a_delay_costs() -> None:
     costs = [result.judgements[0].difference for result in (bapo, grpo)]
     assert f"costs BAPO {costs[0]:.2f} and GRPO {costs[1]:.2f} of accuracy" in page
     assert f"above {bapo.resolution.smallest_difference:.3f} are decided" in " ".join(page.split())
-    assert not bapo.resolution.is_ahead("bapo, v = 1", "bapo, v = 2")
+    near = judge_larger(bapo.resolution, "bapo, v = 1", "bapo, v = 2")
+    paired = judge_larger(
+        decide_pairwise(measure_runs("accuracy", "training steps", results)),
+        near.variant,
+        near.other,
+    )
+    assert (near.verdict, paired.verdict) == ("not decided", "holds")
+    assert (
+        f"decided ({near.difference:.3f}; the paired runs of these two alone decide it, ± "
+        f"{paired.threshold:.3f};"
+    ) in " ".join(page.split())
     ahead = bapo.means["bapo"] - bapo.means["grpo, v = 5"]
-    assert f"BAPO is {ahead:.2f} ahead of GRPO" in page
+    assert f"BAPO is {ahead:.2f} ahead of GRPO" in " ".join(page.split())
 
 
 def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
@@ -210,7 +247,7 @@ def test_the_rule_of_the_preset_is_decided_on_both_tasks() -> None:
 def test_the_page_of_methods_has_what_dapo_reaches_at_equal_steps() -> None:
     found = {
         name: judge_larger(
-            resolve_accuracy(find_evidence(name, RESULTS), "training steps", RESULTS),
+            resolve_accuracy(find_evidence(name, RESULTS), "training steps"),
             "dapo with BAPO's loss",
             "replays of the last 256 mixed groups",
         )
@@ -275,6 +312,11 @@ def test_the_readme_has_the_places_of_the_rules_of_replay() -> None:
     rules = [places[label] for label in places if label.startswith("replays")]
     assert rules == [(1, 4)] * 4
     assert "four rules share the places 1 to 4" in README_TEXT
+    assert {
+        planned.config().replay.select
+        for planned in plan_runs(find_items(["r10"])["r10"], "small")
+        if planned.label == "replays of groups near the policy"
+    } == {"effective_sample_size"}
 
 
 FAMILIES = (
@@ -400,18 +442,33 @@ def test_the_readme_has_what_table_1c_decides() -> None:
     assert paired["grpo"].verdict == "not decided"
     ahead = f"{means['bapo'] - means['grpo']:.3f}"
     assert f"GRPO as well ({ahead}), which paired runs and equal tokens leave open" in README_TEXT
-    tokens = resolve_accuracy(
-        find_items(["table1c"])["table1c"].pooled(), "generated tokens", RESULTS
-    )
+    tokens = resolve_accuracy(find_items(["table1c"])["table1c"].pooled(), "generated tokens")
     assert tokens.is_ahead("bapo", "bapo without X3")
     assert not tokens.is_ahead("bapo", "grpo")
     assert f"by {ahead} ± {resolution.smallest_difference:.3f}" in RESULTS_PAGE
 
 
+def test_the_results_have_what_training_on_diagrams_leaves_unsolved() -> None:
+    results = read_labelled(find_evidence("table1c", RESULTS), "small", RESULTS)
+    shown = []
+    for label in ("bapo", "grpo"):
+        shares = [
+            [evaluation.bins[0] / sum(evaluation.bins) for evaluation in each.record.evaluations]
+            for each in results
+            if each.label == label
+        ]
+        more = paired_difference([share[-1] - share[0] for share in shares])
+        assert more["seeds"] == 8
+        assert more["mean"] > more["half_width"]
+        shown += [f"{more['mean']:.3f}", f"{more['half_width']:.3f}"]
+    text = "Table 1c by {} ± {} (BAPO) and {} ± {} (GRPO; 95% for each alone"
+    assert text.format(*shown) in " ".join(RESULTS_PAGE.split())
+
+
 def test_the_readme_has_what_r1_decides() -> None:
     verdicts = [judgement.verdict for judgement in small_state("r1").results[0].judgements]
     assert verdicts == ["not decided"]
-    tokens = resolve_accuracy(find_items(["r1"])["r1"], "generated tokens", RESULTS)
+    tokens = resolve_accuracy(find_items(["r1"])["r1"], "generated tokens")
     assert tokens.is_ahead("grpo", "bapo")
     behind = judge_larger(tokens, "grpo", "bapo").difference
     assert (
