@@ -502,6 +502,54 @@ def test_the_readme_has_what_r1_decides() -> None:
     ) in README_TEXT
 
 
+def test_the_pages_have_what_replays_by_measured_divergence_bring_under_a_delay() -> None:
+    (item,) = find_items(["r21"]).values()
+    near, mixed, undelayed = "groups near the policy", "all mixed groups", "bapo, v = 1"
+    for half in (item, item.repeated(), item.pooled()):
+        resolution = resolve_accuracy(half, "generated tokens")
+        behind = [judge_larger(resolution, other, near) for other in (mixed, undelayed)]
+        assert {each.verdict for each in behind} == {"holds"}
+    results = read_labelled(item.pooled(), "small", RESULTS)
+    paired = decide_pairwise(measure_runs("accuracy", "generated tokens", results))
+    assert paired.is_ahead(mixed, near)
+    assert paired.is_ahead(undelayed, near)
+    by_mixed, by_undelayed = (f"{each.difference:.3f}" for each in behind)
+    smallest = f"{behind[0].threshold:.3f}"
+    assert (
+        f"alone is {by_mixed} behind replaying all mixed groups and {by_undelayed} behind v = 1 "
+        f"(± {smallest}, and alike with each half of eight seeds;"
+    ) in README_TEXT
+    experiments, decision = (
+        " ".join((ROOT / "docs" / page).read_text().split())
+        for page in ("experiments.md", "decisions/0023-delay.md")
+    )
+    assert (
+        f"it is {by_undelayed} behind v = 1, and {by_mixed} behind replays of all mixed groups "
+        f"(± {smallest};"
+    ) in experiments
+    replayed = {
+        label: [each.record.steps["replayed"] for each in results if each.label == label]
+        for label in (near, mixed)
+    }
+    shown = {label: f"{mean(map(mean, runs)):.1f}" for label, runs in replayed.items()}
+    share = mean(mean(float(count > 0) for count in run) for run in replayed[near])
+    assert f"{share:.0%} of the steps have replays" in decision
+    assert (
+        f"a step has {shown[near]} replayed groups instead of the {shown[mixed]} of all mixed "
+        f"groups, which are {by_mixed} ahead (± {smallest};"
+    ) in decision
+    assert f"v = 1 is {by_undelayed} ahead." in decision
+    undelayed_rules = resolve_accuracy(find_items(["r10"])["r10"].pooled(), "generated tokens")
+    rule = "replays of groups near the policy"
+    grpo = judge_larger(undelayed_rules, rule, "grpo with BAPO's loss")
+    newest = judge_larger(undelayed_rules, "replays of the last 256 mixed groups", rule)
+    assert (grpo.verdict, newest.verdict) == ("holds", "not decided")
+    assert (
+        f"{grpo.difference:.3f} ahead of GRPO with BAPO's loss, and not separated from the last "
+        f"256 mixed groups ({newest.difference:.3f} behind, ± {newest.threshold:.3f};"
+    ) in decision
+
+
 def test_the_readme_has_what_paired_runs_leave_open() -> None:
     for name in ("r10", "r11", "r14", "r19", "r20"):
         _, pooled = repeated_states(name)
