@@ -239,13 +239,15 @@ def _print_table(results: Sequence[RunResult], console: Console) -> None:
     for score, best in scores:
         table = comparison_table(variants, [score, best])
         decision = decisions[score.name]
-        console.print(f"{score.name}, the mean of the last evaluations, and best checkpoint:")
+        heading = f"{score.name}, the mean of the last evaluations, and best checkpoint:"
+        console.print(heading, soft_wrap=True)
         for label, runs in variants.items():
             spread = table[label][score.name]
             console.print(
                 f"{label:{width}}  {spread['mean']:.3f} (lowest {spread['lowest']:.3f}, highest "
                 f"{spread['highest']:.3f}, of {len(runs)} seeds), best "
                 f"{table[label][best.name]['mean']:.3f}, place {show_places(decision, label)}",
+                soft_wrap=True,
             )
         if decision is not None:
             console.print(explain_decision(decision), soft_wrap=True)

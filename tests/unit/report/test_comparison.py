@@ -221,7 +221,7 @@ def test_one_seed_gives_no_places(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(found.values()) == {None}
     assert page.count("no variant has a place") == 1
     assert "Places that" not in page
-    compare._print_table(runs, Console(width=500))
+    compare._print_table(runs, Console(width=40))
     printed = capsys.readouterr().out
     assert printed.count("no variant has a place") == 1
     assert printed.count("place -\n") == 4  # two variants at equal steps and at equal tokens
@@ -261,7 +261,7 @@ def test_runs_without_a_notion_of_correct_are_compared_by_their_rewards(
         assert decided["places"] == {"a": [1, 1], "b": [2, 2]}
     assert f"mean held-out {what} {0.5 if of_reward else accuracies[0]:.3f}" in page
     assert all(f"Held-out {what} by {name}" in page for name in COSTS)
-    compare._print_table(runs, Console(width=200))
+    compare._print_table(runs, Console(width=40))
     printed = capsys.readouterr().out
     assert f"{what} at equal steps, the mean" in printed
 
@@ -324,7 +324,7 @@ def test_the_resolution_is_explained_at_equal_steps_and_at_equal_tokens(
     assert tokens.endswith(" tokens")
     page = write_comparison(runs, tmp_path).read_text()
     found = json.loads((tmp_path / "comparison.json").read_text())["resolution"]
-    compare._print_table(runs, Console(width=500))
+    compare._print_table(runs, Console(width=40))
     printed = capsys.readouterr().out
     for name, places in ((steps, ["1-2", "1-2"]), (tokens, ["1", "2"])):
         explained = explain_decision(found[name])
