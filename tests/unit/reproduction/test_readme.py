@@ -334,7 +334,7 @@ RATES = ("5e-5", "1e-4", "2e-4")
 
 
 def find_best_rate(state: State, family: str) -> str:
-    """Returns the learning rate with which the method has the highest mean in R13."""
+    """Returns the learning rate that has the highest mean accuracy of the method in R13."""
     means = state.results[0].means
     return max(RATES, key=lambda rate: means[f"{family}, {rate}"])
 
