@@ -53,10 +53,10 @@ make repeat-small                 # the same with as many other seeds
 ```
 
 The hours are calculated: two runs at a time take {two:g} of the minutes that they take one after
-the other. On two cores without other work 27 runs took 0.62 of them, and 89 runs with tests beside
-them took 0.72. On slower cores, where a run of GRPO on the sorting task takes 3.1 minutes alone
-instead of the 2.3 that are declared, 60 runs took 0.94 of the declared minutes, with some tests
-beside them: there, all {runs} would take about 17 h.
+the other, as 27 runs did on two cores without other work. 89 runs with tests beside them took 0.72.
+On slower cores, where a run of GRPO on the sorting task takes 3.1 minutes alone instead of the 2.3
+that are declared, 60 runs took 0.94 of the declared minutes, with some tests beside them: there,
+all {runs} would take about 17 h.
 
 **Small size** trains models of 0.85 M parameters, mostly on the [tasks for
 comparisons](experiments.md#tasks-for-comparisons). It shows what a method does in this regime. It
