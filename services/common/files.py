@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import shutil
 import socket
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -37,6 +39,32 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def open_exclusively(path: Path) -> Iterator[io.BufferedRandom]:
+    """Opens a file for reading and appending, which nobody else has open in this way.
+
+    Waits for whoever has it, in this process or in another. They may rename or delete the file
+    before they close it: it is created anew then.
+    """
+    while True:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever had the file before may have renamed or deleted it.
+            if _is_name_of(path, file):
+                file.seek(0)
+                yield file
+                return
+
+
+def _is_name_of(path: Path, file: io.BufferedRandom) -> bool:
+    """Returns whether `path` is a name of an open file."""
+    # One call: the path can be renamed or deleted between two.
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def is_dead_socket(path: Path) -> bool:

@@ -8,7 +8,6 @@ manifest, and a digest says nothing about who made it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -35,6 +34,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from bapo_core.errors import BapoError, ConfigError, TransientError
+from services.common.files import open_exclusively
 from services.common.http_options import check_certificates
 from services.common.proxies import proxy_for
 from services.common.redaction import redact
@@ -606,7 +606,7 @@ class ObjectStore:
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".part")
-        with _open_alone(partial) as file:
+        with open_exclusively(partial) as file:
             if _has_digest(target, digest):  # Another process has fetched it meanwhile.
                 partial.unlink()
                 return
@@ -761,19 +761,6 @@ def _has_digest(path: Path, digest: str) -> bool:
             return hashlib.file_digest(file, "sha256").hexdigest() == digest
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def _open_alone(path: Path) -> Iterator[io.BufferedRandom]:
-    """Opens a file for reading and appending, which no other process has open in this way."""
-    while True:
-        with path.open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # Whoever had the file before may have renamed or deleted it.
-            if path.exists() and path.samefile(f"/proc/self/fd/{file.fileno()}"):
-                file.seek(0)
-                yield file
-                return
 
 
 class _HashingSource:
