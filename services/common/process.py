@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -257,6 +258,21 @@ def run_until_error(work: Callable[[], None]) -> None:
         sys.exit(EXIT_RETRYABLE)
 
 
+def _holds_http_lock(frame: FrameType | None) -> bool:
+    """Returns whether a lock of the HTTP connections is being taken or released at `frame`.
+
+    An exception there would leave it taken, and httpcore takes it again while the request unwinds:
+    a wait without end. The frames that called `frame` count too: it may be one of a former signal's
+    handler, which the next signal has interrupted.
+    """
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if module == "httpcore._synchronization" and function in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def stop_on_signals(message: str = "") -> None:
     """Makes SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops its children.
 
@@ -264,15 +280,24 @@ def stop_on_signals(message: str = "") -> None:
 
     message: printed on standard error at once, because stopping takes a while.
     """
+    is_postponed = is_stopping = False  # Not events: a signal may arrive while their lock is held.
+
+    def send_again(number: int) -> None:
+        # Repeated, because the main thread may begin to wait in the kernel just after a signal has
+        # arrived and before Python handles it, and would handle it when the wait is over.
+        time.sleep(_POSTPONE_S)
+        while not is_stopping:
+            os.kill(os.getpid(), number)
+            time.sleep(_POSTPONE_S)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if frame is not None and frame.f_globals.get("__name__") == "httpcore._synchronization":
-            # The lock of the HTTP connections is being taken or released. An exception would leave
-            # it taken, and httpcore takes it again while the request unwinds: a wait without end.
-            postponed = threading.Timer(_POSTPONE_S, os.kill, (os.getpid(), number))
-            postponed.daemon = True
-            postponed.start()
+        nonlocal is_postponed, is_stopping
+        if _holds_http_lock(frame):
+            if not is_postponed:
+                is_postponed = True
+                threading.Thread(target=send_again, args=(number,), daemon=True).start()
             return
+        is_stopping = True
         # A second signal must not interrupt the stopping.
         for stopping in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(stopping, signal.SIG_IGN)

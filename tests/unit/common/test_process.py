@@ -386,6 +386,19 @@ def is_of_httpcore(frame):
     is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
     return frame.f_globals.get("__name__", "").startswith("httpcore.") and not is_generator
 
+start, kill, late = threading.Thread.start, os.kill, []
+
+def start_interrupted(thread):
+    # The next signal arrives while the handler of the first one postpones it.
+    signal.raise_signal(signal.SIGTERM)
+    start(thread)
+
+def kill_late(*arguments):
+    # The first signal that is sent again arrives just before the process waits in the kernel.
+    if late:
+        kill(*arguments)
+    late.append(True)
+
 def call_and_stop_at(place):
     # Calls the service. The signal arrives at this one of the places where Python handles signals:
     # when a function of httpcore begins, and when a function in C that it has called has returned.
@@ -399,6 +412,7 @@ def call_and_stop_at(place):
                 sys.setprofile(None)
                 signal.getsignal(signal.SIGTERM)(signal.SIGTERM, frame)
     stop_on_signals()
+    threading.Thread.start, os.kill = start_interrupted, kill_late
     sys.setprofile(profiler)
     client.call("GET", "/")
     sys.setprofile(None)
