@@ -502,6 +502,25 @@ def test_the_readme_has_what_r1_decides() -> None:
     ) in README_TEXT
 
 
+def test_the_readme_has_what_r7_decides() -> None:
+    (item,) = find_items(["r7"]).values()
+    again, pooled = repeated_states("r7")
+    assert [small_state("r7").name, again.name, pooled.name] == ["not decided"] * 3
+    (unlocked,) = pooled.results[0].judgements
+    ahead = []
+    for cost in ("training steps", "generated tokens"):
+        first = judge_larger(resolve_accuracy(item, cost), "grpo", "bapo")
+        judgement = judge_larger(resolve_accuracy(item.pooled(), cost), "grpo", "bapo")
+        assert (first.verdict, judgement.verdict) == ("not decided", "holds")
+        ahead.append(f"{judgement.difference:.3f} ± {judgement.threshold:.3f}")
+    unlocks = f"{unlocked.difference:.3f} ± {unlocked.threshold:.3f}".replace("-", "−")
+    assert (
+        f"GRPO is ahead with eight seeds ({ahead[0]} at equal steps, {ahead[1]} at equal tokens; "
+        "the first four leave both open), and it is not decided who solves more of the prompts "
+        f"that the base model never solves ({unlocks}; [R7]"
+    ) in README_TEXT
+
+
 def test_the_pages_have_what_replays_by_measured_divergence_bring_under_a_delay() -> None:
     (item,) = find_items(["r21"]).values()
     near, mixed, undelayed = "groups near the policy", "all mixed groups", "bapo, v = 1"
