@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+
+from fastapi import FastAPI
+
 from services.buffer.app import create_app
+from services.buffer.service import Service
 from services.buffer.settings import BufferSettings
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.process import hide_memory, run_until_error
-from services.common.serve import serve
+from services.common.serve import Server, serve
 
 
 def main() -> None:
@@ -24,9 +29,20 @@ def main() -> None:
             settings.tokens(),
             settings.root_path,
         )
-        serve(app, settings)
+        serve(app, settings, _Server)
 
     run_until_error(work)
+
+
+class _Server(Server):
+    """Answers the requests that wait for a change before it stops, instead of waiting for them."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        app = self.config.app
+        assert isinstance(app, FastAPI)
+        service: Service = app.state.service
+        service.end_waits()
+        await super().shutdown(sockets)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class Service:
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changes: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._waits_end = False
         self._shared_reads: WeakValueDictionary[str, SharedRead[Any]] = WeakValueDictionary()
 
     def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -89,6 +90,15 @@ class Service:
         if change is not None:
             change.set()
 
+    def end_waits(self) -> None:
+        """Makes every `wait_until`, from now on, return the result that it has; called on the loop.
+
+        A service that stops would otherwise wait for them. Clients ask again after any wait.
+        """
+        self._waits_end = True
+        for run in list(self._changes):
+            self._notify(run)
+
     @contextmanager
     def store_alongside(self, key: str, data: bytes | None) -> Iterator[None]:
         """Stores `data` in a thread while the context runs, and returns when both have ended.
@@ -105,7 +115,8 @@ class Service:
     async def wait_until(
         self, run: str, seconds: float, attempt: Callable[[], T], ready: Callable[[T], bool]
     ) -> T:
-        """Returns the first ready result of `attempt`, or its last one after `seconds`.
+        """Returns the first ready result of `attempt`, or its last one after `seconds`, or after
+        `end_waits`.
 
         Calls `attempt` in a thread, after every `wake_waiting` of the run and every `RECHECK_S`.
         Waiting itself takes no thread, so any number of requests may wait.
@@ -136,7 +147,7 @@ class Service:
             change = self._changes[run]
             result = await attempt()
             remaining = deadline - monotonic()
-            if ready(result) or remaining <= 0:
+            if ready(result) or remaining <= 0 or self._waits_end:
                 return result
             try:
                 await asyncio.wait_for(change.wait(), min(remaining, RECHECK_S))
