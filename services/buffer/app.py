@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 
 BUCKET_WITHIN_S = 5.0
 """Seconds to wait for the bucket before the service answers without one."""
-BUCKET_RETRY_S = 2.0
+BUCKET_FIRST_RETRY_S, BUCKET_RETRY_S = 0.1, 2.0
+"""Seconds until the bucket is created again, at first and at last: an object store that begins
+together with the service answers soon."""
 
 DESCRIPTION = """\
 Owns all state of a run: prompts and their difficulty, groups, buffers, batches, checkpoints.
@@ -72,7 +74,7 @@ def create_app(
     async def lifespan(_: FastAPI):  # type: ignore[no-untyped-def]
         upgrade(database_url)
         # Routes that need the database alone are served meanwhile; /readyz says what is missing.
-        creating = asyncio.create_task(_create_bucket(store))
+        creating = asyncio.create_task(_create_bucket(service))
         await asyncio.wait([creating], timeout=BUCKET_WITHIN_S)
         with service.sessions.begin() as session:
             tokens.accept_configured(session, configured_tokens)
@@ -119,21 +121,24 @@ def create_app(
     return app
 
 
-async def _create_bucket(store: ObjectStore) -> None:
+async def _create_bucket(service: Service) -> None:
     """Creates the bucket unless it exists; tries again until the object store answers.
 
     Then warns of what a run will need and the keys may not do: deletions begin after hours.
     """
+    pause = BUCKET_FIRST_RETRY_S
     while True:
         try:
-            await run_in_threadpool(store.ensure_bucket)
+            await run_in_threadpool(service.probe.ensure_bucket)
         except ObjectStoreError as error:
-            log.warning("the bucket cannot be created yet: %s", error)
-            await asyncio.sleep(BUCKET_RETRY_S)
+            if pause == BUCKET_RETRY_S:
+                log.warning("the bucket cannot be created yet: %s", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, BUCKET_RETRY_S)
         else:
             break
     try:
-        await run_in_threadpool(store.try_operations)
+        await run_in_threadpool(service.store.try_operations)
     except ObjectStoreError as error:
         log.warning("the object store cannot be used as runs use it: %s", error)
 

@@ -144,7 +144,6 @@ class Stack:
             pid=os.getpid(),
         )
         self._start_verifier(verifier, endpoints.verifier_token)
-        s3.await_s3(self._supervisor, object_store)
         environment = {
             "BAPO_DATABASE_URL": database_url,
             **endpoints.process_environment(endpoints.token),
@@ -153,6 +152,8 @@ class Stack:
         self._supervisor.start_python(
             "buffer", "services.buffer.main", environment, listener=buffer
         )
+        # The object store begins to serve after two seconds, in which the services are imported.
+        s3.await_s3(self._supervisor, object_store)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
             self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)
         return endpoints
