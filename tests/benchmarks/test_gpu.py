@@ -367,6 +367,7 @@ def test_a_kernel_that_fails_does_not_keep_the_others_from_being_measured(
     }
     monkeypatch.setattr(attention, "KERNELS", kernels)
     monkeypatch.setattr(attention, "OTHER_CHECKS", attention.OTHER_CHECKS[:2])
+    monkeypatch.setattr(attention, "TOY_SHRINKAGE", 4096)  # Times of rows are not what is tested.
     record = Record(tmp_path / "attention.json", "attention", "toy")
     attention.measure(record)
     failed = record.results["failing"]
@@ -392,6 +393,7 @@ def test_a_kernel_with_wrong_results_is_found(
     }
     monkeypatch.setattr(attention, "KERNELS", kernels)
     monkeypatch.setattr(attention, "OTHER_CHECKS", ())
+    monkeypatch.setattr(attention, "ROWS", ())
     record = Record(tmp_path / "attention.json", "attention", "toy")
     with pytest.raises(CasesFailed, match="off"):
         attention.measure(record)
