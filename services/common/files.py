@@ -43,10 +43,10 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def open_exclusively(path: Path) -> Iterator[io.BufferedRandom]:
-    """Opens a file for reading and appending, which nobody else has open in this way.
+    """Opens a file for reading and appending under an exclusive lock, and creates it if needed.
 
-    Waits for whoever has it, in this process or in another. They may rename or delete the file
-    before they close it: it is created anew then.
+    Waits while another thread or process holds the lock. A holder may rename or delete the file;
+    the next one then opens a new file of the same name.
     """
     while True:
         with path.open("a+b") as file:

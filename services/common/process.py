@@ -283,8 +283,8 @@ def stop_on_signals(message: str = "") -> None:
     is_postponed = is_stopping = False  # Not events: a signal may arrive while their lock is held.
 
     def send_again(number: int) -> None:
-        # Repeated, because the main thread may begin to wait in the kernel just after a signal has
-        # arrived and before Python handles it, and would handle it when the wait is over.
+        # One signal is not enough: it can arrive after Python's last check for signals and before
+        # the main thread blocks in a system call, and is handled only when that call returns.
         time.sleep(_POSTPONE_S)
         while not is_stopping:
             os.kill(os.getpid(), number)

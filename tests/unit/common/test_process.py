@@ -394,7 +394,7 @@ def start_interrupted(thread):
     start(thread)
 
 def kill_late(*arguments):
-    # The first signal that is sent again arrives just before the process waits in the kernel.
+    # Python does not see the first signal that is sent again before the main thread blocks.
     if late:
         kill(*arguments)
     late.append(True)
