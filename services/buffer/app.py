@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 BUCKET_WITHIN_S = 5.0
 """Seconds to wait for the bucket before the service answers without one."""
 BUCKET_FIRST_RETRY_S, BUCKET_RETRY_S = 0.1, 2.0
-"""Seconds until the bucket is created again, at first and at last: an object store that begins
-together with the service answers soon."""
+"""Seconds between attempts to create the bucket: the first, and the largest after doubling. An
+object store that is started together with the service answers within a few seconds."""
 
 DESCRIPTION = """\
 Owns all state of a run: prompts and their difficulty, groups, buffers, batches, checkpoints.

@@ -60,7 +60,7 @@ def open_exclusively(path: Path) -> Iterator[io.BufferedRandom]:
 
 def _is_name_of(path: Path, file: io.BufferedRandom) -> bool:
     """Returns whether `path` is a name of an open file."""
-    # One call: the path can be renamed or deleted between two.
+    # The path is looked up once, because it can be renamed or deleted between two lookups.
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:

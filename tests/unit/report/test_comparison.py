@@ -312,7 +312,7 @@ def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
 def test_the_resolution_is_explained_at_equal_steps_and_at_equal_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The variants are not separated at equal steps, and `dear` generates twice the tokens in them.
+    # At equal steps neither variant is ahead, but `dear` generates twice as many tokens per step.
     runs = [
         result(label, seed, [0.0, 0.25, 0.5 + shift / 64], rollouts)
         for label, rollouts in (("cheap", 10), ("dear", 20))
